@@ -1,0 +1,529 @@
+"""The whole configuration of a run: one frozen tree, and the typed parameter of the training flow.
+
+Validation reads no file, device or environment variable: a config is valid or not wherever it is looked
+at. What a machine lacks is said by `repertory doctor` and at the start of a run.
+
+Files may be nested as in the RFC (`multi_model.models`, `agent_model_mapping` as a map).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
+from pydantic import model_validator
+
+from model_runtime.errors import ConfigError
+
+Slug = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]{0,62}$")]
+"""Run, model and agent ids."""
+
+LoRARank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
+"""The ranks vLLM accepts (vllm.config.lora.MaxLoRARanks)."""
+
+_NOT_LORA_TARGETS = ("lm_head", "embed_tokens", "wte", "embed_out")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class StoreConfig(_Section):
+    """Where everything durable lives."""
+
+    url: str = "./runs"
+    """A local folder, `file://…` or `s3://bucket/prefix`. S3 credentials and endpoint come from the
+    environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL)."""
+    single_writer: bool = False
+    """Accept a store that ignores conditional writes. Two runs on one folder can then harm each other."""
+    connect_timeout_s: float = Field(default=5.0, gt=0)
+    """Limit for one attempt to connect."""
+    read_timeout_s: float = Field(default=30.0, gt=0)
+    """Limit for one attempt to get an answer."""
+    operation_timeout_s: float = Field(default=120.0, gt=0)
+    """Limit for one operation, its retries included."""
+    max_attempts: int = Field(default=4, ge=1, le=20)
+    """Attempts per operation."""
+
+    @field_validator("url")
+    @classmethod
+    def _known_scheme(cls, url: str) -> str:
+        scheme = url.split("://", 1)[0] if "://" in url else "file"
+        if scheme not in ("file", "s3"):
+            raise ValueError("must be a local path, file://… or s3://bucket/prefix")
+        if scheme == "s3" and not url.removeprefix("s3://").split("/", 1)[0]:
+            raise ValueError("names no bucket; write s3://bucket/prefix")
+        return url
+
+
+class LoRAConfig(_Section):
+    """The adapter that is trained. Plain LoRA: no DoRA, no bias, no embeddings, no output head."""
+
+    rank: LoRARank = 16
+    """Rank r. One of 1, 8, 16, 32, 64, 128, 256, 320, 512: those vLLM serves."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale: the update is alpha / r × B·A."""
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Linear modules to adapt, by suffix, or `all-linear` for every one but the output head."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _only_linear(cls, targets: list[str] | str) -> list[str] | str:
+        bad = [t for t in targets if t.split(".")[-1] in _NOT_LORA_TARGETS] if isinstance(targets, list) else []
+        if bad:
+            raise ValueError(f"{bad[0]!r} can't be adapted: vLLM serves no embedding or output-head adapters here")
+        return targets
+
+
+class TrainerConfig(_Section):
+    """The trainer process of one model."""
+
+    n_gpus: int = Field(default=0, ge=0)
+    """GPUs for training. 0: the CPU."""
+    gpu_ids: list[int] | None = None
+    """Devices to use. None: assigned in order, trainers and replicas apart."""
+    gpu_memory_fraction: float | None = Field(default=None, gt=0, le=1)
+    """Share of each device's memory. Set it on everything that shares a device."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the base weights. The adapter and its optimizer are float32."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of torch."""
+    learning_rate: float = Field(default=1e-5, ge=0)
+    """Peak AdamW learning rate."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate grows linearly from 0."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    micro_batch_tokens: int = Field(default=4096, ge=16)
+    """Padded tokens per forward pass. Results don't depend on it, memory does."""
+
+
+class RolloutConfig(_Section):
+    """The vLLM servers of one model."""
+
+    n_gpus: int = Field(default=0, ge=0)
+    """GPUs for serving: replicas × tensor_parallel_size. 0: the CPU."""
+    replicas: int | None = Field(default=None, ge=1)
+    """Servers. None: n_gpus / tensor_parallel_size, or 1 on the CPU."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs per server."""
+    gpu_ids: list[int] | None = None
+    """Devices to use. None: assigned in order, trainers and replicas apart."""
+    gpu_memory_fraction: float | None = Field(default=None, gt=0, le=1)
+    """Share of each device's memory. None: vLLM's own default, the device to itself."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations. float32 makes sampled logprobs exact to 1e-4."""
+    max_model_len: int | None = Field(default=None, ge=16)
+    """Longest prompt + response in tokens. None: the model's own."""
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Sequences decoded together by one server."""
+    kv_cache_bytes: int = Field(default=256 * 2**20, ge=2**20)
+    """KV cache of one CPU server. GPUs use gpu_memory_fraction."""
+    max_live_versions: int = Field(default=3, ge=2)
+    """Policy versions one server holds at once (vLLM's max_loras): the current one, the next, and
+    those that requests in flight still use."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of one server (OMP_NUM_THREADS). More than the free cores is ruinous."""
+    host: str = "127.0.0.1"
+    """Address the servers listen on."""
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    """Limit for one server to become ready."""
+    max_restarts: int = Field(default=5, ge=0)
+    """Restarts of one server before the model counts as failed."""
+
+    @property
+    def num_replicas(self) -> int:
+        """`replicas`, else n_gpus / tensor_parallel_size, else 1."""
+        return self.replicas or max(1, self.n_gpus // self.tensor_parallel_size)
+
+    @model_validator(mode="after")
+    def _gpus_match(self) -> RolloutConfig:
+        if self.n_gpus and self.num_replicas * self.tensor_parallel_size != self.n_gpus:
+            raise ValueError(
+                f"n_gpus is {self.n_gpus}, but replicas × tensor_parallel_size is "
+                f"{self.num_replicas} × {self.tensor_parallel_size}"
+            )
+        if not self.n_gpus and self.tensor_parallel_size > 1:
+            raise ValueError("tensor_parallel_size > 1 needs n_gpus")
+        return self
+
+
+class AsyncTrainingConfig(_Section):
+    """How far generation and training may drift apart. Names and formulas are verl's."""
+
+    trigger_parameter_sync_step: int = Field(default=4, ge=1)
+    """Training steps between two published versions."""
+    staleness_threshold: float = Field(default=0.1, ge=0)
+    """Share of extra groups admitted beyond what one version window trains. 0: none."""
+    require_batches: int = Field(default=1, ge=1)
+    """Batches a training step takes."""
+    partial_rollout: bool = False
+    """Interrupt generations at a new version and continue them under it. Not built yet: a warning, and
+    generations finish under the version they began with."""
+    max_staleness: int = Field(default=4, ge=0)
+    """Versions a token may lag behind the last published one when it is trained."""
+    max_staleness_action: Literal["wait", "drop"] = "wait"
+    """wait: training pauses until work in flight is in; drop: aged-out tokens are left out and counted."""
+    strict_on_policy: bool = False
+    """Train only on tokens of the version being updated: sync every step, threshold 0, lag 0."""
+
+    @model_validator(mode="after")
+    def _strict(self) -> AsyncTrainingConfig:
+        if self.strict_on_policy and (self.trigger_parameter_sync_step != 1 or self.staleness_threshold != 0):
+            raise ValueError(
+                "strict_on_policy needs trigger_parameter_sync_step: 1 and staleness_threshold: 0, got "
+                f"{self.trigger_parameter_sync_step} and {self.staleness_threshold}"
+            )
+        return self
+
+
+class ObjectiveConfig(_Section):
+    """What a training step minimises."""
+
+    advantage: Literal["grpo"] = "grpo"
+    """A = (r − mean) / (std + 1e-6) over the members of a group, per agent (arXiv 2402.03300)."""
+    normalize_by_std: bool = True
+    """False: A = r − mean (Dr. GRPO, arXiv 2503.20783)."""
+    negative_advantage_scale: float = Field(default=1.0, ge=0)
+    """Factor on negative advantages. Below 1 it damps collapse on tiny models."""
+    loss: Literal["ppo_clip"] = "ppo_clip"
+    """Clipped surrogate with dual clip (arXiv 1707.06347, 1912.09729)."""
+    clip_ratio_low: float = Field(default=0.2, ge=0, lt=1)
+    """The ratio is clipped below at 1 − this."""
+    clip_ratio_high: float = Field(default=0.2, ge=0)
+    """The ratio is clipped above at 1 + this."""
+    clip_ratio_c: float = Field(default=3.0, gt=1)
+    """Dual clip: bound of the ratio for negative advantages."""
+    old_logprobs: Literal["behavior", "recomputed"] = "behavior"
+    """behavior: the sampler's logprobs stand in for the old policy's (bypass). recomputed: the trainer's
+    own at the start of the update, with importance weights against the sampler's."""
+    importance_weight_cap: float | None = Field(default=2.0, gt=0)
+    """Truncation of the token weights exp(old − behavior). None: no weights."""
+    aggregation: Literal["token-mean"] = "token-mean"
+    """Sum over tokens / number of tokens of the whole batch."""
+
+
+class ModelConfig(_Section):
+    """One policy and its runtime."""
+
+    model_id: Slug
+    """Name of the policy."""
+    model_path: str
+    """Folder of the base model in Hugging Face's format."""
+    kind: Literal["trainable", "frozen"] = "trainable"
+    """frozen: a fixed version, served, never trained."""
+    adapter_path: str | None = None
+    """Folder of a PEFT adapter to start from (trainable) or to serve (frozen). None: the base model."""
+    lora: LoRAConfig = LoRAConfig()
+    """The adapter."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The trainer process."""
+    rollout: RolloutConfig = RolloutConfig()
+    """The rollout servers."""
+    async_training: AsyncTrainingConfig = AsyncTrainingConfig()
+    """Staleness and sync."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """Advantage, loss and correction."""
+    batch_size: int = Field(default=8, ge=1)
+    """Usable groups per batch: groups of which at least one agent of this model has a gradient."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Training steps after which the model is only served. None: until the tasks end."""
+    save_every: int = Field(default=10, ge=1)
+    """Steps between checkpoints. The last step is always saved."""
+    max_response_tokens: int = Field(default=512, ge=1)
+    """Upper bound of one answer's tokens; a request's own max_tokens is clamped to it."""
+
+    @property
+    def admission_limit(self) -> int:
+        """Groups that may be untrained or trained but unpublished at once:
+        int(batch_size × require_batches × (1 + staleness_threshold) × trigger_parameter_sync_step),
+        verl's max_required_samples."""
+        a = self.async_training
+        required = self.batch_size * a.require_batches
+        return max(required, int(required * (1 + a.staleness_threshold) * a.trigger_parameter_sync_step))
+
+    @model_validator(mode="after")
+    def _frozen_trains_nothing(self) -> ModelConfig:
+        if self.kind == "frozen" and self.trainer.n_gpus:
+            raise ValueError("a frozen model has no trainer: leave trainer.n_gpus at 0")
+        return self
+
+
+class MultiModelConfig(_Section):
+    """The policies trained together."""
+
+    enable: bool = True
+    """Kept for the RFC's files. False is refused: there is no single-model mode to fall back to."""
+    models: list[ModelConfig] = Field(min_length=1)
+    """One entry per policy."""
+
+    @field_validator("enable")
+    @classmethod
+    def _enabled(cls, enable: bool) -> bool:
+        if not enable:
+            raise ValueError("must be true: one model is a list of one")
+        return enable
+
+
+class AgentRoute(_Section):
+    """One agent and the model that answers for it."""
+
+    agent_id: Slug
+    """Name the workflow gives the agent."""
+    model_id: Slug
+    """Model that serves it."""
+
+
+class GatewayConfig(_Section):
+    """The one thing on the request path."""
+
+    mode: Literal["multi_model_router"] = "multi_model_router"
+    """The RFC's mode; the only one."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback exposes the models to that network (keys are asked)."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Port to listen on. None: a free one, kept for the whole life of the run."""
+    request_timeout_s: float = Field(default=300.0, gt=0)
+    """Limit for one model call, the wait for its model included."""
+    commit_interval_s: float = Field(default=0.5, ge=0)
+    """Longest wait before finalized work is written."""
+    commit_max_rows: int = Field(default=256, ge=1)
+    """Rows that trigger a write at once."""
+    commit_max_bytes: int = Field(default=8 * 2**20, ge=1)
+    """Bytes that trigger a write at once."""
+    lease_s: float = Field(default=10.0, gt=0)
+    """A model not renewed for this long is not ready."""
+    renew_interval_s: float = Field(default=2.0, gt=0)
+    """Longest time between two renewals of a model's lease."""
+    max_surplus_ratio: float = Field(default=1.0, ge=0)
+    """How far groups may open with train=false for models that are full. 0: wait for them."""
+    max_restarts: int = Field(default=5, ge=0)
+    """Restarts of the gateway process before the run fails."""
+
+
+class WorkflowConfig(_Section):
+    """The work the agents do, and on which tasks."""
+
+    function: str | None = None
+    """`module:async_function(task, session)`. None: an outside driver opens the groups."""
+    python_path: str | None = None
+    """Folder the module is imported from. None: the config file's."""
+    tasks: str | None = None
+    """JSONL file, one task (a JSON object) a line."""
+    held_out_tasks: str | None = None
+    """JSONL file of tasks never trained on; run greedily at the end."""
+    group_size: int = Field(default=8, ge=2)
+    """Executions of each task that are compared with one another."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the tasks."""
+    shuffle: bool = True
+    """Order the tasks anew in each epoch, by the run's seed."""
+    max_concurrent_executions: int = Field(default=64, ge=1)
+    """Executions running at once."""
+    execution_timeout_s: float = Field(default=300.0, gt=0)
+    """Limit for one execution; then it settles as expired."""
+    group_timeout_s: float = Field(default=900.0, gt=0)
+    """Limit from a group's opening; then members still open are cancelled."""
+    max_attempts: int = Field(default=2, ge=1)
+    """Attempts at a member whose execution failed for the infrastructure's sake."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature of agents that name none."""
+
+    @field_validator("function")
+    @classmethod
+    def _module_and_function(cls, function: str | None) -> str | None:
+        if function is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", function):
+            raise ValueError("must read `module:function`")
+        return function
+
+    @model_validator(mode="after")
+    def _function_needs_tasks(self) -> WorkflowConfig:
+        if self.function is not None and self.tasks is None:
+            raise ValueError("a workflow function needs `tasks`, a JSONL file")
+        return self
+
+
+class RunConfig(_Section):
+    """A training run: models, agents, workflow, store."""
+
+    name: Slug = "default"
+    """Name of the Prefect deployments made from this config."""
+    multi_model: MultiModelConfig
+    """The policies."""
+    agent_model_mapping: list[AgentRoute] = Field(min_length=1)
+    """Which model answers for which agent. Files may write a map `agent_id: model_id`."""
+    workflow: WorkflowConfig = WorkflowConfig()
+    """Tasks and the code that works on them."""
+    gateway: GatewayConfig = GatewayConfig()
+    """The gateway."""
+    store: StoreConfig = StoreConfig()
+    """The store."""
+    seed: int = Field(default=0, ge=0)
+    """Seeds adapters, task order and samplers."""
+    max_duration_s: float | None = Field(default=None, gt=0)
+    """The run drains after this long. None: no limit."""
+
+    @field_validator("agent_model_mapping", mode="before")
+    @classmethod
+    def _from_map(cls, mapping: Any) -> Any:
+        if isinstance(mapping, dict):
+            return [{"agent_id": agent, "model_id": model} for agent, model in mapping.items()]
+        return mapping
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        _refuse_duplicates("multi_model.models", [m.model_id for m in self.models], "model_id")
+        _refuse_duplicates("agent_model_mapping", [r.agent_id for r in self.agent_model_mapping], "agent_id")
+        slugs = Counter(artifact_slug(m.model_id) for m in self.models)
+        clash = [m.model_id for m in self.models if slugs[artifact_slug(m.model_id)] > 1]
+        if clash:
+            raise ValueError(f"multi_model.models: {clash} share the artifact key {artifact_slug(clash[0])!r}")
+        known = [m.model_id for m in self.models]
+        for route in self.agent_model_mapping:
+            if route.model_id not in known:
+                raise ValueError(
+                    f"agent_model_mapping.{route.agent_id}: unknown model {route.model_id!r}; models are {known}"
+                )
+        used = {route.model_id for route in self.agent_model_mapping}
+        idle = [m for m in known if m not in used]
+        if idle:
+            raise ValueError(f"multi_model.models: no agent uses {idle}; add one to agent_model_mapping")
+        _refuse_shared_gpus(self.models)
+        return self
+
+    @property
+    def models(self) -> list[ModelConfig]:
+        return self.multi_model.models
+
+    def model(self, model_id: str) -> ModelConfig:
+        """The model's section. Raises ConfigError for an unknown id."""
+        for model in self.models:
+            if model.model_id == model_id:
+                return model
+        raise ConfigError(f"unknown model {model_id!r}; models are {[m.model_id for m in self.models]}")
+
+    @property
+    def trainable_models(self) -> list[ModelConfig]:
+        return [m for m in self.models if m.kind == "trainable"]
+
+    @property
+    def agent_to_model(self) -> dict[str, str]:
+        return {route.agent_id: route.model_id for route in self.agent_model_mapping}
+
+    def warnings(self) -> list[str]:
+        """What is accepted but not yet honoured, one sentence each."""
+        found = [
+            f"{m.model_id}: partial_rollout is not built yet; generations finish under the version they began with"
+            for m in self.models
+            if m.async_training.partial_rollout
+        ]
+        if self.workflow.function is None:
+            found.append("workflow.function is not set: an outside driver must open the groups")
+        return found
+
+
+def artifact_slug(model_id: str) -> str:
+    """The id as Prefect artifact keys spell it: lowercase letters, digits, dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", model_id).strip("-")
+
+
+def _refuse_duplicates(path: str, values: list[str], field: str) -> None:
+    twice = [v for v, n in Counter(values).items() if n > 1]
+    if twice:
+        raise ValueError(f"{path}: {field} {twice[0]!r} is given more than once")
+
+
+def _refuse_shared_gpus(models: list[ModelConfig]) -> None:
+    """Devices named by gpu_ids are disjoint, or every user of one says its fraction and they sum to ≤ 1."""
+    users: dict[int, list[tuple[str, float | None]]] = {}
+    for model in models:
+        for part in ("trainer", "rollout"):
+            section = getattr(model, part)
+            if section.gpu_ids is not None and len(section.gpu_ids) != section.n_gpus:
+                raise ValueError(
+                    f"{model.model_id}.{part}: gpu_ids names {len(section.gpu_ids)} devices, n_gpus is {section.n_gpus}"
+                )
+            for gpu in section.gpu_ids or []:
+                users.setdefault(gpu, []).append((f"{model.model_id}.{part}", section.gpu_memory_fraction))
+    for gpu, sharing in users.items():
+        names = [name for name, _ in sharing]
+        fractions = [fraction for _, fraction in sharing]
+        if len(sharing) == 1:
+            continue
+        if any(f is None for f in fractions):
+            raise ValueError(f"GPU {gpu} is given to {names}; set gpu_memory_fraction on each, or other gpu_ids")
+        total = sum(f for f in fractions if f is not None)
+        if total > 1:
+            raise ValueError(f"GPU {gpu}: gpu_memory_fraction of {names} sums to {total:.2f}; at most 1")
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """Read and validate a YAML file; relative paths in it are taken from its folder.
+
+    Raises ConfigError naming the file, the path of each wrong field, its value and what is allowed.
+    """
+    path = Path(path)
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: must be a mapping with multi_model and agent_model_mapping")
+    return _absolute(parse_config(raw, source=str(path)), path.resolve().parent)
+
+
+def parse_config(raw: dict[str, Any], *, source: str = "config") -> RunConfig:
+    """Validate a mapping. Raises ConfigError with one line per mistake."""
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        lines = [_describe(detail) for detail in error.errors(include_url=False)]
+        raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None
+
+
+def _describe(detail: Any) -> str:
+    path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in detail["loc"]).lstrip(".")
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        message = "unknown setting"
+    value = detail.get("input")
+    shown = "" if isinstance(value, dict | list | BaseModel) or detail["type"] == "missing" else f" (got {value!r})"
+    return f"{path}: {message}{shown}" if path else f"{message}{shown}"
+
+
+def _absolute(config: RunConfig, folder: Path) -> RunConfig:
+    def anchor(value: str | None) -> str | None:
+        return None if value is None else str((folder / Path(value).expanduser()).resolve())
+
+    models = [
+        m.model_copy(update={"model_path": anchor(m.model_path), "adapter_path": anchor(m.adapter_path)})
+        for m in config.models
+    ]
+    workflow = config.workflow.model_copy(
+        update={
+            "tasks": anchor(config.workflow.tasks),
+            "held_out_tasks": anchor(config.workflow.held_out_tasks),
+            "python_path": anchor(config.workflow.python_path or "."),
+        }
+    )
+    store = config.store
+    if "://" not in store.url:
+        store = store.model_copy(update={"url": anchor(store.url)})
+    return config.model_copy(
+        update={
+            "multi_model": config.multi_model.model_copy(update={"models": models}),
+            "workflow": workflow,
+            "store": store,
+        }
+    )
+
+
+LORA_RANKS: tuple[int, ...] = get_args(LoRARank)

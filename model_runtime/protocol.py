@@ -1,0 +1,239 @@
+"""What crosses a process boundary: the gateway's control API over HTTP, and the two files a model
+runtime and its trainer process speak through.
+
+The control API asks for `Authorization: Bearer $REPERTORY_ADMIN_KEY`; a session's own key opens only that
+session.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_serializer
+
+from model_runtime.documents import DesiredState
+from model_runtime.errors import ConfigError
+
+ADMIN_KEY_ENV = "REPERTORY_ADMIN_KEY"
+
+RuntimeStatus = Literal["starting", "ready", "syncing", "failed", "stopped"]
+TrainerState = Literal["loading", "running", "waiting", "drained", "finished", "no_signal", "failed"]
+
+
+def admin_key() -> str:
+    """The control API's key from the environment. Raises ConfigError when it is not set."""
+    key = os.environ.get(ADMIN_KEY_ENV, "")
+    if len(key) < 16:
+        raise ConfigError(f"{ADMIN_KEY_ENV} must be set to a secret of at least 16 characters")
+    return key
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+# ------------------------------------------------------------------ runtime → gateway: lease and binding
+
+
+class Replica(_Wire):
+    """One rollout server that is ready: loaded with every live version, canary passed."""
+
+    replica_id: str
+    url: str
+    api_key: SecretStr
+
+    @field_serializer("api_key", when_used="json")
+    def _reveal(self, key: SecretStr) -> str:
+        return key.get_secret_value()  # the wire is the only place it is written to
+
+
+class QueueReport(_Wire):
+    """What the model's trainer knows of its log; the model's side of admission (design: used, limit)."""
+
+    untrained_groups: int = 0  # usable groups read and not yet trained
+    trained_since_publish: int = 0
+    feed_share: float = 1.0  # moving fraction of settled groups that were usable for this model
+    read_positions: dict[str, int] = Field(default_factory=dict)  # writer → next seq to read
+    oldest_queued_version: int | None = None
+
+
+class ModelRenewal(_Wire):
+    """PUT /admin/models/{model_id}. Order: (epoch, incarnation, seq); an older one is answered `stop`."""
+
+    model_id: str
+    epoch: int
+    incarnation: int
+    seq: int
+    kind: Literal["trainable", "frozen"]
+    status: RuntimeStatus
+    reason: str = ""
+    replicas: list[Replica] = Field(default_factory=list)
+    published_version: int | None = None
+    live_versions: list[int] = Field(default_factory=list)
+    base_served: bool = False  # a frozen model without an adapter: the base itself is version 0
+    tokenizer_uri: str | None = None  # key in the store of its TokenizerDocument
+    trainer_state: TrainerState | None = None
+    committed_version: int | None = None
+    step: int = 0
+    limit: int = 0
+    steps_left: int | None = None  # None: no bound
+    queue: QueueReport = QueueReport()
+    totals: dict[str, int] = Field(default_factory=dict)  # books of the trainer: trained, dropped.<reason>, …
+    last_metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class RenewalAnswer(_Wire):
+    desired: DesiredState
+    epoch: int
+    superseded: bool = False  # a newer renewal or epoch was seen: stop at once
+    oldest_open_version: int | None = None  # oldest token of this model in a session still open
+    inflight_versions: dict[int, int] = Field(default_factory=dict)  # version → requests in flight
+
+
+# ------------------------------------------------------------------ driver → gateway: groups and sessions
+
+
+class GroupRequest(_Wire):
+    """POST /groups. Idempotent by group_id: asking again keeps the place in the line."""
+
+    group_id: str = Field(min_length=1, max_length=200)
+    group_size: int = Field(ge=1)
+    wait_s: float = Field(default=25.0, ge=0, le=60)  # how long the call may wait before it answers `waiting`
+    deadline_s: float | None = Field(default=None, gt=0)  # from opening; then open members are cancelled
+
+
+class GroupAnswer(_Wire):
+    group_id: str
+    status: Literal["open", "waiting", "ended"]
+    train: dict[str, bool] = Field(default_factory=dict)  # model_id → its rows of this group may be trained
+
+
+class SessionRequest(_Wire):
+    """POST /sessions. Training sessions name an open group; evaluation sessions stand outside groups."""
+
+    mode: Literal["train", "eval"] = "train"
+    group_id: str = Field(min_length=1, max_length=200)
+    group_size: int = Field(default=1, ge=1)
+    member_index: int = Field(default=0, ge=0)
+    attempt: int = Field(default=0, ge=0)
+    sampling: dict[str, float | int] = Field(default_factory=dict)  # defaults for requests that name none
+    forced_sampling: dict[str, float | int] = Field(default_factory=dict)  # overrides what requests name
+    timeout_s: float | None = Field(default=None, gt=0)
+
+
+class SessionAnswer(_Wire):
+    session_id: str
+    base_url: str  # <gateway>/sessions/<id>; an agent's OpenAI base_url is {base_url}/agents/{agent_id}/v1
+    api_key: str
+    workflow_id: str
+
+
+class RewardRequest(_Wire):
+    """POST /sessions/{id}/reward. Without agent_id: of the workflow. With request_id or turn_index: of a
+    turn. `null` withdraws. Replaceable until finalize. NaN and infinities are refused (422)."""
+
+    reward: float | None = Field(allow_inf_nan=False)
+    component: str = "reward"
+    agent_id: str | None = None
+    request_id: str | None = None
+
+
+class FinalizeRequest(_Wire):
+    """POST /sessions/{id}/finalize. Answers when rows and settlements are durable."""
+
+    reward: float | None = Field(default=None, allow_inf_nan=False)
+
+
+class AbortRequest(_Wire):
+    """POST /sessions/{id}/abort."""
+
+    status: Literal["aborted", "expired", "infra", "retried"] = "aborted"
+    reason: str = ""
+
+
+class FinalizeAnswer(_Wire):
+    session_id: str
+    status: str  # the settlement's; `infra` when the session had to answer an agent with a 5xx
+    num_rows: dict[str, int]  # model_id → trajectories
+    num_refused: int = 0  # trajectories that broke an invariant
+
+
+class DesiredRequest(_Wire):
+    """PUT /admin/desired, by the parent."""
+
+    state: DesiredState
+    reason: str = ""
+
+
+class ModelStatus(_Wire):
+    """One model in GET /admin/status."""
+
+    model_id: str
+    ready: bool
+    age_s: float | None  # since its last renewal
+    renewal: ModelRenewal | None  # with keys masked
+    used: float
+    waiting_requests: int
+    running_requests: int
+    finalized_rows: int  # trajectories written to this model's log in this epoch
+    sampled_tokens: int
+    tokens_per_s: float
+
+
+class GatewayStatus(_Wire):
+    """GET /admin/status."""
+
+    run_id: str
+    epoch: int
+    desired: DesiredState
+    models: dict[str, ModelStatus]
+    open_groups: int
+    waiting_groups: int
+    open_sessions: int
+    settlements: dict[str, int]  # status → executions
+    agent_rewards: dict[str, dict[str, float]] = Field(default_factory=dict)
+
+
+# ------------------------------------------------------------------ runtime ↔ trainer: two small files
+
+CONTROL_FILE = "trainer_control.json"
+STATUS_FILE = "trainer_status.json"
+
+
+class TrainerControl(_Wire):
+    """trainer_control.json, replaced atomically by the runtime, read by the trainer between steps."""
+
+    desired: DesiredState = "run"
+    published_version: int | None = None
+    oldest_open_version: int | None = None
+
+
+class TrainerStatus(_Wire):
+    """trainer_status.json, replaced atomically by the trainer at every change, and at least each second
+    (`heartbeat_at` moves; a trainer whose does not is hung)."""
+
+    pid: int
+    state: TrainerState
+    reason: str = ""
+    heartbeat_at: float
+    step: int = 0
+    committed_version: int | None = None
+    committed_step: int | None = None
+    checkpoint_step: int | None = None
+    steps_left: int | None = None
+    queue: QueueReport = QueueReport()
+    totals: dict[str, int] = Field(default_factory=dict)
+    last_metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class TrainerSpec(_Wire):
+    """The trainer process's single argument: a JSON file with all it needs."""
+
+    run_id: str
+    model_id: str
+    epoch: int
+    incarnation: int
+    config: dict  # RunConfig as JSON
+    mailbox: str  # folder of the two files
+    gpu_ids: list[int] = Field(default_factory=list)
