@@ -188,6 +188,9 @@ class ObjectiveConfig(_Section):
 
     advantage: Literal["grpo"] = "grpo"
     """A = (r − mean) / (std + 1e-6) over the members of a group, per agent (arXiv 2402.03300)."""
+    reward_level: Literal["workflow", "agent"] = "workflow"
+    """workflow: the execution's reward, broadcast to every agent. agent: each agent's own, where it has
+    one, else the execution's."""
     normalize_by_std: bool = True
     """False: A = r − mean (Dr. GRPO, arXiv 2503.20783)."""
     negative_advantage_scale: float = Field(default=1.0, ge=0)

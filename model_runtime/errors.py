@@ -26,6 +26,7 @@ RepertoryError
     ├── ConflictError                         409
     ├── RunEndedError                         410
     ├── BackendRejectedError                  the backend's own 4xx, passed through
+    ├── BackendUnavailableError (ConnectionError)  502: the replica broke off or answered 5xx
     └── ModelNotReadyError (TimeoutError)     503 with Retry-After
 """
 
@@ -169,6 +170,13 @@ class BackendRejectedError(GatewayError):
     def __init__(self, message: str, *, status_code: int) -> None:
         super().__init__(message)
         self.status_code = status_code
+
+
+class BackendUnavailableError(GatewayError, ConnectionError):
+    """The replica could not be reached, broke off, or answered 5xx. Another attempt may succeed."""
+
+    status_code = 502
+    code = "backend_unavailable"
 
 
 class ModelNotReadyError(GatewayError, TimeoutError):
