@@ -1,0 +1,309 @@
+"""LLMServerClient: one vLLM server, spoken to in token ids.
+
+Used by the gateway (requests) and by the model's runtime (adapters, probes). Every failure is one of two:
+BackendRejectedError (the server's own 4xx: repeating it is pointless) or BackendUnavailableError (it could
+not be reached, broke off, was too slow, answered 5xx or answered nonsense: another attempt may succeed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from model_runtime.errors import BackendRejectedError, BackendUnavailableError
+from model_runtime.types import Float32Array, Int32Array
+
+CONNECT_TIMEOUT_S = 5.0
+ADMIN_TIMEOUT_S = 30.0
+HEALTH_TIMEOUT_S = 5.0
+
+# vLLM writes this where it has no logprob for the sampled token, or where that logprob is NaN.
+_MISSING_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation:
+    """One answer. `token_ids` holds the stop token that ended it, with its logprob, where one did."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    finish_reason: str  # "stop" | "length" | "abort"
+    stop_reason: int | str | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+class LLMServerClient:
+    """Client of one server. Opens a connection pool of its own unless it is given one.
+
+    The key travels in the Authorization header alone; it appears in no message and no repr.
+    """
+
+    def __init__(self, url: str, api_key: str, *, http: aiohttp.ClientSession | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"}
+        self._http = http
+        self._owns_http = http is None
+
+    def __repr__(self) -> str:
+        return f"LLMServerClient({self.url!r})"
+
+    async def __aenter__(self) -> LLMServerClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        *,
+        model: str,
+        token_ids: Sequence[int] | Int32Array,
+        sampling: dict[str, Any],
+        request_id: str,
+        timeout_s: float,
+        cache_salt: str | None = None,
+    ) -> Generation:
+        """Sample one answer. `sampling` holds vLLM SamplingParams fields; the sampled tokens' logprobs are
+        always asked for. Cancelling this call closes its connection, on which the server aborts the request.
+        """
+        body: dict[str, Any] = {
+            "model": model,
+            "token_ids": _plain_ids(token_ids),
+            "sampling_params": {**sampling, "logprobs": 0},
+            "request_id": request_id,
+        }
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
+        answer = await self._generate(body, timeout_s=timeout_s)
+        return _generation(answer, model=model, url=self.url)
+
+    async def next_token_logprobs(
+        self,
+        *,
+        model: str,
+        prompt_ids: Sequence[int] | Int32Array,
+        token_ids: Sequence[int],
+        cache_salt: str | None,
+        timeout_s: float,
+    ) -> list[float]:
+        """Logprobs the model gives each of `token_ids` as the next token after `prompt_ids`, at
+        temperature 1. Repeated ids are allowed."""
+        # vLLM returns as many entries as were asked for and puts the sampled token first, which would push
+        # the last one out. One repeated id makes room for it.
+        wanted = [*map(int, token_ids), int(token_ids[0])]
+        body: dict[str, Any] = {
+            "model": model,
+            "token_ids": _plain_ids(prompt_ids),
+            "sampling_params": {
+                "max_tokens": 1,
+                "temperature": 1.0,
+                "logprobs": len(wanted),
+                "logprob_token_ids": wanted,
+                "ignore_eos": True,
+            },
+        }
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
+        answer = await self._generate(body, timeout_s=timeout_s)
+        return _requested_logprobs(answer, token_ids, url=self.url)
+
+    async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None:
+        """Serve the PEFT adapter in `path` as model `name`. Returns when the engine holds its weights.
+        The files must stay until no request uses them: an evicted adapter is read again from there."""
+        body = {"lora_name": name, "lora_path": path}
+        await self._call("POST", "/v1/load_lora_adapter", body, timeout_s=timeout_s)
+
+    async def unload_adapter(self, name: str, *, timeout_s: float = ADMIN_TIMEOUT_S) -> None:
+        """Take the name out of service; requests in flight finish with its weights. An unknown name is
+        no error."""
+        try:
+            await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s)
+        except BackendRejectedError as error:
+            if error.status_code != 404:
+                raise
+
+    async def list_models(self, *, timeout_s: float = ADMIN_TIMEOUT_S) -> list[str]:
+        """Names the server answers to: its base model and every loaded adapter."""
+        data = await self._call("GET", "/v1/models", timeout_s=timeout_s)
+        return [card.id for card in _decode(data, _ModelList, url=self.url).data]
+
+    async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
+        """Whether the API process answers and believes its engine alive. A hung engine still says yes."""
+        try:
+            await self._call("GET", "/health", timeout_s=timeout_s)
+        except (BackendRejectedError, BackendUnavailableError):
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close the connection pool, if it is this client's own."""
+        if self._owns_http and self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def _generate(self, body: dict[str, Any], *, timeout_s: float) -> _GenerateAnswer:
+        data = await self._call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)
+        return _decode(data, _GenerateAnswer, url=self.url)
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float
+    ) -> bytes:
+        payload = None if body is None else msgspec.json.encode(body)
+        headers = self._headers if payload is None else {**self._headers, "Content-Type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
+        try:
+            async with self._session().request(
+                method, self.url + path, data=payload, headers=headers, timeout=timeout
+            ) as response:
+                data = await response.read()
+                status = response.status
+        except aiohttp.ClientError as error:
+            what = f"{type(error).__name__}: {error}"
+            raise BackendUnavailableError(f"{method} {self.url}{path}: {what}") from error
+        except TimeoutError as error:
+            raise BackendUnavailableError(
+                f"{method} {self.url}{path}: no answer within {timeout_s:g} s"
+            ) from error
+        if status >= 500:
+            raise BackendUnavailableError(f"{method} {self.url}{path}: {status} {_error_message(data)}")
+        if status >= 400:
+            raise BackendRejectedError(_error_message(data), status_code=status)
+        return data
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            # No limit on connections: admission and max_num_seqs bound what is under way.
+            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        return self._http
+
+
+# ------------------------------------------------------------------ what the server answers
+
+
+class _TokenLogprob(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class _TokenEntry(msgspec.Struct):
+    token_id: int
+    logprob: float
+    top_logprobs: list[_TokenLogprob] = []
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_TokenEntry] | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _GenerateAnswer(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage
+    model: str | None = None
+
+
+class _ModelCard(msgspec.Struct):
+    id: str
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_ModelCard]
+
+
+class _ErrorBody(msgspec.Struct):
+    message: str
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _ErrorBody
+
+
+_Answer = TypeVar("_Answer")
+
+
+def _decode(data: bytes, kind: type[_Answer], *, url: str) -> _Answer:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise BackendUnavailableError(f"{url}: an answer that can't be read: {error}") from error
+
+
+def _error_message(data: bytes) -> str:
+    try:
+        return msgspec.json.decode(data, type=_ErrorAnswer).error.message
+    except msgspec.DecodeError:
+        return data[:500].decode("utf-8", "replace") or "(empty answer)"
+
+
+def _generation(answer: _GenerateAnswer, *, model: str, url: str) -> Generation:
+    """Check that the answer is whole and of the model asked for; half an answer must not be recorded."""
+    choice = _only_choice(answer, url=url)
+    if answer.model is not None and answer.model != model:
+        raise BackendUnavailableError(f"{url}: asked {model!r}, was answered by {answer.model!r}")
+    entries = (choice.logprobs and choice.logprobs.content) or []
+    num_ids, num_logprobs, num_counted = len(choice.token_ids), len(entries), answer.usage.completion_tokens
+    if not num_ids == num_logprobs == num_counted:
+        raise BackendUnavailableError(
+            f"{url}: an answer of {num_ids} token ids, {num_logprobs} logprobs and a usage of {num_counted}"
+        )
+    if [entry.token_id for entry in entries] != choice.token_ids:
+        raise BackendUnavailableError(f"{url}: the logprobs are not those of the token ids answered")
+    logprobs = np.fromiter((entry.logprob for entry in entries), dtype=np.float32, count=num_ids)
+    if not (logprobs > _MISSING_LOGPROB).all():
+        raise BackendUnavailableError(f"{url}: no logprob for a sampled token of {model!r}")
+    details = answer.usage.prompt_tokens_details
+    return Generation(
+        token_ids=np.asarray(choice.token_ids, dtype=np.int32),
+        logprobs=logprobs,
+        finish_reason=choice.finish_reason or "stop",
+        stop_reason=choice.stop_reason,
+        num_prompt_tokens=answer.usage.prompt_tokens,
+        num_cached_tokens=(details.cached_tokens or 0) if details else 0,
+    )
+
+
+def _requested_logprobs(answer: _GenerateAnswer, token_ids: Sequence[int], *, url: str) -> list[float]:
+    choice = _only_choice(answer, url=url)
+    entries = (choice.logprobs and choice.logprobs.content) or []
+    if len(entries) != 1:
+        raise BackendUnavailableError(f"{url}: asked for one token, got logprobs of {len(entries)}")
+    found = {top.token_id: top.logprob for top in entries[0].top_logprobs}
+    missing = [int(token) for token in token_ids if int(token) not in found]
+    if missing:
+        raise BackendUnavailableError(f"{url}: no logprob for token ids {missing}")
+    return [found[int(token)] for token in token_ids]
+
+
+def _only_choice(answer: _GenerateAnswer, *, url: str) -> _Choice:
+    if len(answer.choices) != 1:
+        raise BackendUnavailableError(f"{url}: expected one choice, got {len(answer.choices)}")
+    return answer.choices[0]
+
+
+def _plain_ids(token_ids: Sequence[int] | Int32Array) -> list[int]:
+    return token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
