@@ -11,7 +11,7 @@
   models/<model_id>/batches/<step>.json          what each step trained
   models/<model_id>/versions/v<k>/               adapter + VERSION.json, marker last
   models/<model_id>/checkpoints/step-<n>/        training state + MANIFEST.json, marker last
-  models/<model_id>/metrics/<stream>/<epoch>-<incarnation>.jsonl
+  models/<model_id>/metrics/<stream>/<epoch>-<incarnation>-<chunk>.jsonl
   snapshots/<n>.json                             one version per model
 """
 
@@ -101,8 +101,8 @@ class ModelLayout:
     def metrics(self, stream: str) -> str:
         return f"{self.root}/metrics/{stream}"
 
-    def metrics_file(self, stream: str, epoch: int, incarnation: int) -> str:
-        return f"{self.root}/metrics/{stream}/{epoch:05d}-{incarnation:05d}.jsonl"
+    def metrics_file(self, stream: str, epoch: int, incarnation: int, chunk: int = 0) -> str:
+        return f"{self.root}/metrics/{stream}/{epoch:05d}-{incarnation:05d}-{chunk:05d}.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
