@@ -88,7 +88,10 @@ class BatchDocument(Document):
     rows: list[BatchRow]
     closed_untrained: list[ClosedGroup]
     dropped: dict[str, int] = Field(default_factory=dict)  # reason → trajectories that left the log untrained
+    dropped_rows: dict[str, list[str]] = Field(default_factory=dict)  # the same, reason → trajectory ids
     read_positions: dict[str, int]  # writer → next seq, as of this batch
+    published_version: int = 0  # what lag was measured against: a replay masks the same tokens
+    training_version: int = 0  # version the step started from
     created_at: float
 
 

@@ -101,6 +101,7 @@ class GroupRequest(_Wire):
     group_size: int = Field(ge=1)
     wait_s: float = Field(default=25.0, ge=0, le=60)  # how long the call may wait before it answers `waiting`
     deadline_s: float | None = Field(default=None, gt=0)  # from opening; then open members are cancelled
+    settled_members: list[int] = Field(default_factory=list)  # settled in an earlier life of the gateway
 
 
 class GroupAnswer(_Wire):
