@@ -1,0 +1,181 @@
+"""A folder of this machine as the store."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from model_runtime.config import StoreConfig
+from model_runtime.errors import (
+    ConfigError,
+    ObjectNotFoundError,
+    StoreAccessError,
+    StoreError,
+    StoreUnsafeError,
+)
+from model_runtime.store import HIDDEN, SINGLE_WRITER_HINT, Store, check_key, visible
+
+
+class LocalStore(Store):
+    """A folder. Writes go to a hidden file beside the target first and reach the disk before they show."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        self._root = _local_root(config.url)
+        super().__init__(self._root.as_uri(), single_writer=config.single_writer)
+
+    def put(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        with _translated("put", self.uri(key)):
+            temp = _write_beside(path, data)
+            try:
+                os.replace(temp, path)
+            except BaseException:
+                temp.unlink(missing_ok=True)
+                raise
+            _sync_folder(path.parent)
+
+    def _create(self, key: str, data: bytes) -> bool:
+        path = self._path(key)
+        with _translated("put_if_absent", self.uri(key)):
+            temp = _write_beside(path, data)
+            try:
+                return self._link(temp, path)
+            finally:
+                temp.unlink(missing_ok=True)
+                # Also when another writer won: its link must be on disk before we build on it.
+                _sync_folder(path.parent)
+
+    def _link(self, temp: Path, path: Path) -> bool:
+        """Give the finished file its name: unlike a rename, a link never replaces one that is there."""
+        try:
+            os.link(temp, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            raise StoreUnsafeError(
+                f"put_if_absent {path.as_uri()}: this file system has no hard links, so it can't be "
+                f"guaranteed that an object is created only once. {SINGLE_WRITER_HINT}"
+            ) from error
+        return True
+
+    def get(self, key: str) -> bytes:
+        with _translated("get", self.uri(key)):
+            return self._path(key).read_bytes()
+
+    def exists(self, key: str) -> bool:
+        return self._path(key).is_file()
+
+    def list(self, prefix: str) -> list[str]:
+        folder = self._folder(prefix)
+        found = []
+        with _translated("list", self.uri(prefix)):
+            for parent, _, names in os.walk(folder, onerror=_raise_unless_gone):
+                found += [
+                    Path(parent, name).relative_to(self._root).as_posix() for name in names if visible(name)
+                ]
+        return sorted(found)
+
+    def children(self, prefix: str) -> list[str]:
+        with _translated("children", self.uri(prefix)):
+            try:
+                entries = list(os.scandir(self._folder(prefix)))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            return sorted(
+                e.name for e in entries if visible(e.name) and (e.is_file() or _holds_object(Path(e.path)))
+            )
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with _translated("delete", self.uri(key)):
+            try:
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            _sync_folder(path.parent)
+
+    def _path(self, key: str) -> Path:
+        check_key(key)
+        return self._root / key
+
+    def _folder(self, prefix: str) -> Path:
+        prefix = prefix.strip("/")
+        return self._path(prefix) if prefix else self._root
+
+
+def _local_root(url: str) -> Path:
+    if "://" not in url:
+        return Path(url).expanduser().resolve()
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise ConfigError(f"store.url: {url!r} names a host; write file:///absolute/path or a plain path")
+    return Path(unquote(parts.path)).resolve()
+
+
+class _translated:
+    """Turns the operating system's errors into the store's."""
+
+    def __init__(self, operation: str, uri: str) -> None:
+        self._what = f"{operation} {uri}"
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, OSError) or isinstance(error, StoreError):
+            return
+        reason = error.strerror or str(error)
+        if isinstance(error, PermissionError):
+            raise StoreAccessError(f"{self._what}: {reason}; is the folder writable for you?") from error
+        missing = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+        if self._what.startswith("get ") and isinstance(error, missing):
+            raise ObjectNotFoundError(f"{self._what}: no such object") from error
+        raise StoreError(f"{self._what}: {reason}") from error
+
+
+def _write_beside(path: Path, data: bytes) -> Path:
+    """Write the data, to the disk, under a hidden name in the same folder (a rename or link across file
+    systems would be a copy)."""
+    _make_folder(path.parent)
+    temp = path.parent / f"{HIDDEN}{uuid.uuid4().hex}"
+    try:
+        with open(temp, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
+    return temp
+
+
+def _make_folder(folder: Path) -> None:
+    """mkdir -p that also makes the new names durable."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _holds_object(folder: Path) -> bool:
+    walk = os.walk(folder, onerror=_raise_unless_gone)
+    return any(visible(name) for _, _, names in walk for name in names)
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise error
