@@ -195,8 +195,19 @@ class Settlement:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedRow:
+    """A record that was read and breaks an invariant: nobody trains it, its group must not wait for it."""
+
+    trajectory_id: str
+    member: MemberKey
+    agent_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """Contents of one object of a model's log."""
 
     trajectories: tuple[Trajectory, ...] = ()
     settlements: tuple[Settlement, ...] = field(default=())
+    refused: tuple[RefusedRow, ...] = ()  # filled by the reader only
