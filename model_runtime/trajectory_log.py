@@ -224,17 +224,19 @@ def _from_table(table: pa.Table) -> tuple[tuple[Trajectory, ...], list[RefusedRo
 def _trajectory(row: dict[str, Any], member: MemberKey, arrays: dict[str, np.ndarray]) -> Trajectory:
     values: dict[str, Any] = {name: row[name] for name in _SCALAR_TYPES}
     values |= {name: dict(row[name]) for name in _REWARD_COLUMNS}
+    values.update(arrays)
     return Trajectory(
         member=member,
         turns=tuple(_turn(turn) for turn in row["turns"]),
         partner_versions={model: (r["min"], r["max"]) for model, r in row["partner_versions"]},
-        **values | arrays,
+        **values,
     )
 
 
 def _turn(row: dict[str, Any]) -> Turn:
     values: dict[str, Any] = {name: row[name] for name in _TURN_TYPES}
-    return Turn(**values | {"rewards": dict(row["rewards"])})
+    values["rewards"] = dict(row["rewards"])
+    return Turn(**values)
 
 
 def _numpy_rows(column: pa.ChunkedArray, dtype: type[np.generic]) -> list[np.ndarray]:

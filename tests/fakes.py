@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
+from model_runtime.errors import ObjectExistsError
+from model_runtime.store import Store
 from model_runtime.types import MemberKey, Settlement, Trajectory, Turn, trajectory_id
 
 
@@ -148,3 +155,137 @@ def read_env_file(path: Path) -> dict[str, str]:
     lines = path.read_text(encoding="utf-8").splitlines()
     pairs = (line.removeprefix("export ").partition("=") for line in lines if "=" in line)
     return {name.strip(): value.strip().strip("'\"") for name, _, value in pairs}
+
+
+class FakeS3(ThreadingHTTPServer):
+    """Just enough of S3 over HTTP to misbehave on demand. It knows one bucket and checks no signature."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, *, conditions: Literal["honoured", "ignored", "unknown"] = "honoured") -> None:
+        super().__init__(("127.0.0.1", 0), _FakeS3Handler)
+        self.conditions = conditions
+        self.objects: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+        self.requests: list[str] = []
+        self.refuse_next: list[int] = []  # HTTP statuses to answer instead of doing the work
+        self.lose_next_answers = 0  # do the work, then break the connection
+        self.cut_next_bodies = 0  # announce the whole body, send half
+        self.hang_s = 0.0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that gave up is what these tests are about."""
+
+
+@contextmanager
+def serve(server: ThreadingHTTPServer) -> Iterator[None]:
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _FakeS3Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FakeS3  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+    def do_PUT(self) -> None:
+        body = self._body()
+        if self._misbehaves():
+            return
+        conditional = self.headers.get("If-None-Match") == "*"
+        if conditional and self.server.conditions == "unknown":
+            return self._answer(501, _xml_error("NotImplemented"))
+        with self.server.lock:
+            if conditional and self.server.conditions == "honoured" and self.path in self.server.objects:
+                return self._answer(412, _xml_error("PreconditionFailed"))
+            self.server.objects[self._key()] = body
+        self._answer(200)
+
+    def do_GET(self) -> None:
+        if self._misbehaves():
+            return
+        if "list-type" in self.path:
+            return self._answer(200, b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
+        data = self.server.objects.get(self._key())
+        self._answer(404, _xml_error("NoSuchKey")) if data is None else self._answer(200, data)
+
+    do_HEAD = do_GET
+
+    def do_DELETE(self) -> None:
+        if self._misbehaves():
+            return
+        self.server.objects.pop(self._key(), None)
+        self._answer(204)
+
+    def _key(self) -> str:
+        return self.path.partition("?")[0]
+
+    def _body(self) -> bytes:
+        if "chunked" not in self.headers.get("Transfer-Encoding", "") + self.headers.get(
+            "Content-Encoding", ""
+        ):
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        data = b""
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            data += self.rfile.read(size)
+            self.rfile.readline()
+        while self.rfile.readline().strip():  # checksum trailers
+            continue
+        return data
+
+    def _misbehaves(self) -> bool:
+        self.server.requests.append(f"{self.command} {self._key()}")
+        time.sleep(self.server.hang_s)
+        if self.server.refuse_next:
+            self._answer(self.server.refuse_next.pop(0), _xml_error("Refused"))
+            return True
+        return False
+
+    def _answer(self, status: int, body: bytes = b"") -> None:
+        if self.server.lose_next_answers:
+            self.server.lose_next_answers -= 1
+            self.close_connection = True
+            return
+        self.send_response(status)
+        if status != 204:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if self.server.cut_next_bodies and status == 200 and len(body) > 1:
+            self.server.cut_next_bodies -= 1
+            body = body[: len(body) // 2]
+            self.close_connection = True
+        self.wfile.write(body)
+
+
+def _xml_error(code: str) -> bytes:
+    return f"<Error><Code>{code}</Code><Message>from the fake</Message></Error>".encode()
+
+
+def race_to_create(store: Store, key: str, *, num_threads: int = 8) -> list[int]:
+    """Numbers of the threads that created the object; all start at once, with bytes of their own."""
+    start = threading.Barrier(num_threads)
+
+    def create(i: int) -> bool:
+        start.wait()
+        try:
+            return store.put_if_absent(key, b"%d" % i * 1000)
+        except ObjectExistsError:
+            return False
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        return [i for i, won in enumerate(pool.map(create, range(num_threads))) if won]

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from model_runtime.config import StoreConfig
+from model_runtime.errors import (
+    ConfigError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreAccessError,
+    StoreError,
+    StoreUnsafeError,
+)
+from model_runtime.store import Store, open_store
+from tests import fakes
+
+
+def test_what_is_put_is_got_listed_and_deleted(local_store: Store) -> None:
+    local_store.put("run/models/a/x.json", b"1")
+    local_store.put("run/models/b", b"22")
+    local_store.put("run/models/b", b"333")
+
+    assert local_store.get("run/models/b") == b"333"
+    assert local_store.list("run") == ["run/models/a/x.json", "run/models/b"]
+    assert local_store.list("run/models/") == local_store.list("run")
+    assert local_store.children("run/models") == ["a", "b"]
+    assert local_store.exists("run/models/b")
+    assert not local_store.exists("run/models")
+
+    local_store.delete("run/models/b")
+    local_store.delete("run/models/b")
+    local_store.delete("run/never/there")
+    assert local_store.list("") == ["run/models/a/x.json"]
+
+
+def test_a_missing_object_is_named_and_a_missing_folder_is_empty(local_store: Store) -> None:
+    local_store.put("run/b", b"1")
+    for key in ("run/nothing", "run", "run/b/below-an-object"):
+        with pytest.raises(ObjectNotFoundError, match=f"get file:///.*/{key}: no such object"):
+            local_store.get(key)
+    assert local_store.list("nowhere") == []
+    assert local_store.children("nowhere") == []
+    assert local_store.children("run/b") == []
+
+
+def test_a_folder_whose_objects_are_gone_is_no_child(local_store: Store) -> None:
+    local_store.put("journal/w1/0.bin", b"1")
+    local_store.put("journal/w2/0.bin", b"1")
+    local_store.delete("journal/w1/0.bin")
+    assert local_store.children("journal") == ["w2"]
+
+
+def test_creating_twice_is_true_then_false_then_refused(local_store: Store) -> None:
+    assert local_store.put_if_absent("k", b"same") is True
+    assert local_store.put_if_absent("k", b"same") is False
+    with pytest.raises(ObjectExistsError, match=r"put_if_absent file:///.*/k: .*other bytes"):
+        local_store.put_if_absent("k", b"other")
+    assert local_store.get("k") == b"same"
+
+
+def test_a_race_has_exactly_one_winner_and_its_bytes_stay(local_store: Store) -> None:
+    for round_number in range(20):
+        won = fakes.race_to_create(local_store, f"race/{round_number}")
+        assert len(won) == 1
+        assert local_store.get(f"race/{round_number}") == b"%d" % won[0] * 1000
+
+
+def test_readers_never_see_half_an_object(local_store: Store) -> None:
+    versions = [bytes([i]) * 200_000 for i in range(4)]
+    local_store.put("pointer", versions[0])
+    done = threading.Event()
+
+    def read() -> int:
+        seen = 0
+        while not done.is_set():
+            assert local_store.get("pointer") in versions
+            seen += 1
+        return seen
+
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(read) for _ in range(2)]
+        for i in range(60):
+            local_store.put("pointer", versions[i % 4])
+        done.set()
+        assert all(reader.result() > 0 for reader in readers)
+
+
+@pytest.mark.parametrize(
+    ("write", "step"),
+    [("put", "fsync"), ("put", "replace"), ("put_if_absent", "fsync"), ("put_if_absent", "link")],
+)
+def test_a_crash_before_the_name_is_given_leaves_nothing_visible(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch, write: str, step: str
+) -> None:
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    local_store.put("run/before", b"1")
+    with monkeypatch.context() as patch:
+        # Clean-up doesn't run either when a process is killed.
+        patch.setattr(Path, "unlink", lambda *_, **__: None)
+        patch.setattr(os, step, crash)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(local_store, write)("run/x", b"2")
+    assert len(_files(local_store)) == 2
+    assert local_store.list("run") == ["run/before"]
+    assert local_store.children("run") == ["before"]
+    assert local_store.put_if_absent("run/x", b"3") is True
+
+
+def _files(store: Store) -> list[Path]:
+    return [p for p in Path(store.url.removeprefix("file://")).rglob("*") if p.is_file()]
+
+
+def test_a_failed_write_leaves_no_file_behind(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    local_store.put("run/x", b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        for write in (local_store.put, local_store.put_if_absent):
+            with pytest.raises(StoreError, match=r"run/y: No space left on device"):
+                write("run/y", b"new")
+    assert [p.name for p in _files(local_store)] == ["x"]
+
+
+def test_a_file_system_without_hard_links_is_refused_unless_there_is_a_single_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    with pytest.raises(StoreUnsafeError, match=r"no hard links.*store\.single_writer: true"):
+        open_store(StoreConfig(url=str(tmp_path))).check()
+
+    store = open_store(StoreConfig(url=str(tmp_path), single_writer=True))
+    store.check()
+    assert store.put_if_absent("k", b"1") is True
+    with pytest.raises(ObjectExistsError):
+        store.put_if_absent("k", b"2")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written_is_an_access_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StoreAccessError, match="Permission denied"):
+        open_store(StoreConfig(url=str(tmp_path / "store"))).check()
+
+
+def test_a_permission_error_becomes_an_access_error(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(StoreAccessError, match=r"get file:///.*/k: Permission denied"):
+        local_store.get("k")
+
+
+@pytest.mark.parametrize("key", ["", "/abs", "a//b", "a/", "../x", "a/../b", "."])
+def test_keys_that_leave_the_store_or_are_ambiguous_are_refused(local_store: Store, key: str) -> None:
+    with pytest.raises(ValueError, match="not a store key"):
+        local_store.put(key, b"")
+
+
+def test_file_urls_and_plain_paths_are_the_same_store(tmp_path: Path) -> None:
+    plain = open_store(StoreConfig(url=str(tmp_path / "a b")))
+    plain.put("k", b"1")
+    assert open_store(StoreConfig(url=(tmp_path / "a b").as_uri())).get("k") == b"1"
+    assert plain.uri("k") == f"{(tmp_path / 'a b').as_uri()}/k"
+    with pytest.raises(ConfigError, match="names a host"):
+        open_store(StoreConfig(url="file://relative/path"))
+
+
+def test_the_start_up_probe_passes_and_leaves_nothing(local_store: Store) -> None:
+    local_store.check()
+    assert _files(local_store) == []
