@@ -144,6 +144,12 @@ class LLMServerClient:
             return False
         return True
 
+    async def num_tokens_processed(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> float:
+        """Prompt and generated tokens since the server started. It stands still when the engine does."""
+        text = (await self._call("GET", "/metrics", timeout_s=timeout_s)).decode("utf-8", "replace")
+        wanted = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(wanted))
+
     async def close(self) -> None:
         """Close the connection pool, if it is this client's own."""
         if self._owns_http and self._http is not None:
