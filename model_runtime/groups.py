@@ -1,0 +1,257 @@
+"""Groups as one model's log tells them: which executions count, when a group is complete, what it teaches.
+
+Rows find their group by its id, never by position. The first final settlement of a (group, member) counts;
+what other attempts left behind is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from model_runtime.advantages import group_advantages
+from model_runtime.config import ObjectiveConfig
+from model_runtime.log_reader import Position
+from model_runtime.types import DEFAULT_COMPONENT, MemberKey, Settlement, Trajectory
+
+logger = logging.getLogger(__name__)
+
+ClosedReason = Literal[
+    "no_rows", "too_few_values", "zero_variance", "cancelled", "aged_out", "not_for_training"
+]
+
+
+@dataclass(slots=True, eq=False)
+class LogRow:
+    """One trajectory in the log. `trajectory` may be let go and read again from `position`."""
+
+    trajectory_id: str
+    position: Position
+    member: MemberKey
+    agent_id: str
+    chain_index: int
+    reward: float | None
+    train: bool
+    policy_version: int
+    policy_version_max: int
+    num_bytes: int
+    trajectory: Trajectory | None
+
+    @classmethod
+    def of(
+        cls, trajectory: Trajectory, position: Position, *, reward_level: Literal["workflow", "agent"]
+    ) -> LogRow:
+        return cls(
+            trajectory_id=trajectory.trajectory_id,
+            position=position,
+            member=trajectory.member,
+            agent_id=trajectory.agent_id,
+            chain_index=trajectory.chain_index,
+            reward=reward_of(trajectory, reward_level),
+            train=trajectory.train,
+            policy_version=trajectory.policy_version,
+            policy_version_max=trajectory.policy_version_max,
+            num_bytes=trajectory.nbytes,
+            trajectory=trajectory,
+        )
+
+    @property
+    def order(self) -> tuple[int, str, int]:
+        """Place within its group's part of a batch."""
+        return self.member.member_index, self.agent_id, self.chain_index
+
+
+def reward_of(trajectory: Trajectory, level: Literal["workflow", "agent"]) -> float | None:
+    """The reward the objective compares; None when it never came."""
+    if level == "agent":
+        own = trajectory.agent_rewards.get(DEFAULT_COMPONENT)
+        if own is not None:
+            return own
+    return trajectory.workflow_rewards.get(DEFAULT_COMPONENT)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentBaseline:
+    """One agent's values in a group, one per member, and why they teach nothing (None: they do)."""
+
+    agent_id: str
+    values: tuple[float, ...]
+    excluded: Literal["too_few_values", "zero_variance"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a complete group teaches. Every row is in `advantages` or in `excluded`."""
+
+    advantages: Mapping[str, float]  # trajectory id → advantage
+    excluded: Mapping[str, str]  # trajectory id → reason
+    baselines: tuple[AgentBaseline, ...]
+    closed_reason: ClosedReason | None  # None: usable
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One group as far as it has been read."""
+
+    group_id: str
+    group_size: int
+    settled: dict[int, Settlement] = field(default_factory=dict)
+    rows: list[LogRow] = field(default_factory=list)
+    positions: list[Position] = field(default_factory=list)  # of every settlement, `retried` ones too
+    first_read_at: float = 0.0
+    verdict: Verdict | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.settled) == self.group_size
+
+    @property
+    def oldest_version(self) -> int | None:
+        return min((row.policy_version for row in self.rows), default=None)
+
+
+def judge(group: Group, objective: ObjectiveConfig) -> Verdict:
+    """Advantages of a complete group: one baseline per agent, one value per member however many chains
+    its work split into. A missing reward is no value; it is not 0."""
+    advantages: dict[str, float] = {}
+    excluded: dict[str, str] = {}
+    baselines = []
+    for agent_id, rows in _by_agent(group.rows).items():
+        values: dict[int, float] = {}
+        for row in sorted(rows, key=lambda r: r.order):
+            if not row.train:
+                excluded[row.trajectory_id] = "not_for_training"
+            elif row.reward is None:
+                excluded[row.trajectory_id] = "missing_reward"
+            else:
+                values.setdefault(row.member.member_index, row.reward)
+        taught = group_advantages(
+            list(values.values()),
+            normalize_by_std=objective.normalize_by_std,
+            negative_scale=objective.negative_advantage_scale,
+        )
+        no_baseline = taught if isinstance(taught, str) else None
+        baselines.append(AgentBaseline(agent_id, tuple(values.values()), no_baseline))
+        of_member = {} if isinstance(taught, str) else dict(zip(values, taught.tolist(), strict=True))
+        for row in rows:
+            if row.trajectory_id in excluded:
+                continue
+            if no_baseline is not None:
+                excluded[row.trajectory_id] = no_baseline
+            else:
+                advantages[row.trajectory_id] = of_member[row.member.member_index]
+    reason = None if advantages else _closed_reason(group, set(excluded.values()))
+    return Verdict(advantages, excluded, tuple(baselines), reason)
+
+
+def _by_agent(rows: Sequence[LogRow]) -> dict[str, list[LogRow]]:
+    by_agent: dict[str, list[LogRow]] = {}
+    for row in rows:
+        by_agent.setdefault(row.agent_id, []).append(row)
+    return dict(sorted(by_agent.items()))
+
+
+def _closed_reason(group: Group, excluded: set[str]) -> ClosedReason:
+    finalized = [s for s in group.settled.values() if s.status == "finalized"]
+    if not finalized:
+        return "cancelled"
+    if not any(s.train for s in finalized):
+        return "not_for_training"
+    if not group.rows:
+        return "no_rows"
+    if excluded == {"not_for_training"}:
+        return "not_for_training"
+    return "zero_variance" if "zero_variance" in excluded else "too_few_values"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one settlement changed: rows dropped at once, and the group if it is complete now."""
+
+    dropped: tuple[tuple[LogRow, str], ...] = ()
+    completed: Group | None = None
+    belongs: bool = True  # False: the group is done with; nothing waits for this settlement
+
+
+class GroupBook:
+    """Assembles groups from settlements in log order. A complete group stays until it is retired, and a
+    retired one never opens again."""
+
+    def __init__(self, objective: ObjectiveConfig, *, retired: Iterable[str] = ()) -> None:
+        self._objective = objective
+        self._retired = set(retired)
+        self._open: dict[str, Group] = {}
+        self._complete: dict[str, Group] = {}
+
+    def settle(
+        self, position: Position, settlement: Settlement, rows: Sequence[LogRow], *, now: float = 0.0
+    ) -> Outcome:
+        """Enter one execution's end with the rows it left."""
+        member = settlement.member
+        if member.group_id in self._retired:
+            return Outcome(dropped=_all(rows, "duplicate_attempt"), belongs=False)
+        group = self._complete.get(member.group_id) or self._open.get(member.group_id)
+        if group is None:
+            group = Group(member.group_id, member.group_size, first_read_at=now)
+            self._open[member.group_id] = group
+        group.positions.append(position)
+        reason = self._refusal(group, settlement)
+        if reason is not None:
+            return Outcome(dropped=_all(rows, reason))
+        group.settled[member.member_index] = settlement
+        dropped = ()
+        if settlement.status == "finalized":
+            group.rows.extend(rows)
+        else:
+            dropped = _all(rows, settlement.status)
+        if not group.is_complete:
+            return Outcome(dropped)
+        group.verdict = judge(group, self._objective)
+        self._complete[group.group_id] = self._open.pop(group.group_id)
+        return Outcome(dropped, completed=group)
+
+    @staticmethod
+    def _refusal(group: Group, settlement: Settlement) -> str | None:
+        """Why this settlement doesn't count, if it doesn't."""
+        member = settlement.member
+        if not settlement.is_final:
+            return settlement.status
+        if member.group_size != group.group_size or member.member_index >= group.group_size:
+            logger.error(
+                "execution %s says it is member %d of %d; its group has %d: refused",
+                member.workflow_id, member.member_index, member.group_size, group.group_size,
+            )  # fmt: skip
+            return "mismatched_group"
+        taken = group.verdict is not None or member.member_index in group.settled
+        return "duplicate_attempt" if taken else None
+
+    def abandon(self, group_id: str) -> Group | None:
+        """Close a group that will never be complete: all it has is dropped as `cancelled`. None when no
+        open group has this id."""
+        group = self._open.pop(group_id, None)
+        if group is not None:
+            excluded = {row.trajectory_id: "cancelled" for row in group.rows}
+            group.verdict = Verdict({}, excluded, (), "cancelled")
+            self._complete[group_id] = group
+        return group
+
+    def retire(self, group_id: str) -> Group:
+        """Done with: trained, or closed untrained. KeyError when it is not complete."""
+        group = self._complete.pop(group_id)
+        self._retired.add(group_id)
+        return group
+
+    def is_retired(self, group_id: str) -> bool:
+        return group_id in self._retired
+
+    def complete(self, group_id: str) -> Group | None:
+        return self._complete.get(group_id)
+
+    def open_groups(self) -> Iterator[Group]:
+        return iter(self._open.values())
+
+
+def _all(rows: Sequence[LogRow], reason: str) -> tuple[tuple[LogRow, str], ...]:
+    return tuple((row, reason) for row in rows)

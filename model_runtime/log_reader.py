@@ -1,0 +1,163 @@
+"""Reading a model's log: tail every writer's shards in order, and remember what is done with.
+
+A *position* is (writer, seq), the place of one shard. Positions sort in the order the writers lived and
+wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from model_runtime.errors import CorruptObjectError, ObjectNotFoundError
+from model_runtime.layout import ModelLayout
+from model_runtime.store import Store
+from model_runtime.trajectory_log import decode_shard
+from model_runtime.types import Shard
+
+logger = logging.getLogger(__name__)
+
+Position = tuple[str, int]
+
+
+class LogReader:
+    """The shards of one model's log, each exactly once.
+
+    A shard that can't be read twice in a row is set aside: named in `quarantined` and in the error log,
+    passed over, never a reason to lose its neighbours.
+    """
+
+    def __init__(self, store: Store, layout: ModelLayout, *, start: Mapping[str, int] | None = None) -> None:
+        self._store = store
+        self._layout = layout
+        self.next_seq: dict[str, int] = dict(start or {})
+        self.quarantined: dict[Position, CorruptObjectError] = {}
+
+    def new_shards(self) -> Iterator[tuple[Position, Shard]]:
+        """Every shard written since the last call. The position moves on once the consumer takes the next."""
+        for writer in self._store.children(self._layout.log_writers()):
+            seq = self.next_seq.setdefault(writer, 0)
+            while (data := self._get(writer, seq)) is not None:
+                shard = self._decode_or_quarantine((writer, seq), data)
+                if shard is not None:
+                    yield (writer, seq), shard
+                seq += 1
+                self.next_seq[writer] = seq
+
+    def reread(self, position: Position) -> Shard:
+        """A shard read before."""
+        key = self._layout.log_shard(*position)
+        return _decode(self._store.get(key), source=self._store.uri(key))
+
+    def _get(self, writer: str, seq: int) -> bytes | None:
+        try:
+            return self._store.get(self._layout.log_shard(writer, seq))
+        except ObjectNotFoundError:
+            return None
+
+    def _decode_or_quarantine(self, position: Position, data: bytes) -> Shard | None:
+        try:
+            return _decode(data, source=self._store.uri(self._layout.log_shard(*position)))
+        except CorruptObjectError:
+            try:  # once more: the damage may have been on the way here
+                return self.reread(position)
+            except CorruptObjectError as error:
+                self.quarantined[position] = error
+                logger.error("shard set aside, its rows are not trained: %s", error)
+                return None
+
+
+def _decode(data: bytes, *, source: str) -> Shard:
+    shard = decode_shard(data, source=source)
+    found = Counter((row.member, row.agent_id) for row in (*shard.trajectories, *shard.refused))
+    announced = Counter(
+        {(s.member, agent): n for s in shard.settlements for agent, n in s.num_rows.items() if n}
+    )
+    if found != announced:
+        key = next(iter((found - announced) + (announced - found)))
+        raise CorruptObjectError(
+            f"{source}: settlements announce {announced[key]} rows of agent {key[1]!r} in execution "
+            f"{key[0].workflow_id}, the shard holds {found[key]}"
+        )
+    return shard
+
+
+@dataclass(slots=True)
+class _ShardState:
+    """What is left to do with one shard's records (rows and settlements)."""
+
+    outstanding: int = 0
+    rows: list[str] = field(default_factory=list)
+    consumed: list[str] = field(default_factory=list)
+    groups: set[str] = field(default_factory=set)
+
+
+class ConsumptionLedger:
+    """Which records of which shards are consumed, and from where a restart has to read again.
+
+    A record is consumed when a step's document says so; until then it keeps its shard above the low-water
+    mark. An id may be consumed more than once: each occurrence in the log counts.
+    """
+
+    def __init__(self, start: Mapping[str, int]) -> None:
+        self._low_water: dict[str, int] = dict(start)
+        self._shards: dict[str, dict[int, _ShardState]] = {writer: {} for writer in start}
+        self._seen: Counter[str] = Counter()
+
+    def add_shard(self, position: Position, shard: Shard) -> None:
+        """Account for a shard's records before they are dealt with one by one."""
+        writer, seq = position
+        self._low_water.setdefault(writer, seq)
+        self._shards.setdefault(writer, {})[seq] = _ShardState(
+            outstanding=len(shard.trajectories) + len(shard.refused) + len(shard.settlements),
+            groups={s.member.group_id for s in shard.settlements},
+        )
+
+    def seen(self, trajectory_id: str) -> bool:
+        """Did a shard at or above the low-water mark hold this id before?"""
+        return trajectory_id in self._seen
+
+    def note_row(self, position: Position, trajectory_id: str) -> None:
+        self._seen[trajectory_id] += 1
+        self._at(position).rows.append(trajectory_id)
+
+    def consume_row(self, position: Position, trajectory_id: str) -> None:
+        state = self._at(position)
+        state.outstanding -= 1
+        state.consumed.append(trajectory_id)
+
+    def consume_settlement(self, position: Position) -> None:
+        self._at(position).outstanding -= 1
+
+    def advance(self, next_seq: Mapping[str, int]) -> None:
+        """Move the low-water marks over every shard that is wholly consumed and forget it."""
+        for writer, end in next_seq.items():
+            shards = self._shards.setdefault(writer, {})
+            mark = self._low_water.get(writer, 0)
+            while mark < end and (mark not in shards or shards[mark].outstanding == 0):
+                if (done := shards.pop(mark, None)) is not None:
+                    self._forget(done.rows)
+                mark += 1
+            self._low_water[writer] = mark
+
+    def _forget(self, trajectory_ids: list[str]) -> None:
+        for trajectory_id in trajectory_ids:
+            self._seen[trajectory_id] -= 1
+            if not self._seen[trajectory_id]:
+                del self._seen[trajectory_id]
+
+    def low_water(self) -> dict[str, int]:
+        return dict(self._low_water)
+
+    def consumed(self) -> list[str]:
+        """Ids consumed in shards at or above the low-water marks, once per occurrence."""
+        return [i for shards in self._shards.values() for state in shards.values() for i in state.consumed]
+
+    def groups(self) -> set[str]:
+        """Groups that settled a member in a shard at or above the low-water marks."""
+        return {g for shards in self._shards.values() for state in shards.values() for g in state.groups}
+
+    def _at(self, position: Position) -> _ShardState:
+        return self._shards[position[0]][position[1]]

@@ -1,0 +1,481 @@
+"""The training queue of one model: a reader of its log that deals out batches, each row exactly once.
+
+The log is the queue. Nothing is consumed by reading: a record is done with once a step's document
+(`batches/<step>.json`) names it as trained or dropped, so the state after step n is a fold of the documents
+up to n over the log, and a restart that replays the documents stands where it stood.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from model_runtime.batch_metrics import batch_metrics
+from model_runtime.config import ModelConfig
+from model_runtime.documents import BatchDocument, BatchRow, CheckpointDocument, ClosedGroup
+from model_runtime.errors import CorruptObjectError
+from model_runtime.groups import Group, GroupBook, LogRow, Verdict
+from model_runtime.layout import ModelLayout, number_in
+from model_runtime.log_reader import ConsumptionLedger, LogReader, Position
+from model_runtime.protocol import QueueReport
+from model_runtime.staleness import StalenessBound
+from model_runtime.store import Store
+from model_runtime.types import Int8Array, MemberKey, Shard, Trajectory
+
+# The share of settled groups that feed this model moves by a tenth with each group. It never reaches 0:
+# admission divides its room by it.
+_SHARE_MEMORY = 0.9
+_LEAST_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRow:
+    """One trajectory of a batch. `loss_mask` is its response mask without tokens that have aged out."""
+
+    trajectory: Trajectory
+    reward: float
+    advantage: float
+    loss_mask: Int8Array
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step trains, in a fixed order: group, member, agent, chain."""
+
+    step: int
+    rows: tuple[TrainingRow, ...]
+    document: BatchDocument
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class QueueProgress:
+    """What a checkpoint keeps of the queue (CheckpointDocument's fields of the same names)."""
+
+    low_water: dict[str, int]
+    consumed: list[str]
+    closed_groups: list[str]
+    totals: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    """A row that left the log untrained while it was read."""
+
+    position: Position
+    trajectory_id: str
+    reason: str
+
+
+class TrainingQueue:
+    """Tails the log (`poll`), assembles groups, deals out batches (`next_batch`, `replay`), and forgets
+    what a batch's document names once that batch was trained (`consume`).
+
+    `max_wait_s` bounds one wait for work in flight that would age out; pass the longest life of a group.
+    `max_resident_bytes` bounds the arrays held; groups far back in the line are read again when their turn
+    comes. `report()` may be called from any thread, everything else from one.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        layout: ModelLayout,
+        model: ModelConfig,
+        *,
+        epoch: int,
+        resume: CheckpointDocument | None,
+        max_wait_s: float = 900.0,
+        max_resident_bytes: int = 512 * 2**20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._layout = layout
+        self._model = model
+        self._settings = model.async_training
+        self._epoch = epoch
+        start = dict(resume.low_water) if resume else {}
+        self._reader = LogReader(store, layout, start=start)
+        self._ledger = ConsumptionLedger(start)
+        # Occurrences of ids that the checkpoint holds as consumed; each is passed over once.
+        self._consumed_before = Counter(resume.consumed if resume else ())
+        self._book = GroupBook(
+            model.objective, retired=_closed_before(store, layout, resume) if resume else ()
+        )
+        self._ready: dict[str, Group] = {}  # usable, in closing order
+        self._closed: dict[str, ClosedGroup] = {}  # unusable, not yet named by a batch's document
+        self._drops: list[_Drop] = []
+        self._totals: Counter[str] = Counter(resume.totals if resume else {})
+        self._trained: list[tuple[int, int]] = []  # (version trained from, groups), not yet published
+        self._feed_share = 1.0
+        self._resident_bytes = 0
+        self._max_resident_bytes = max_resident_bytes
+        self._clock = clock
+        self._abandoned_after_s = 2 * max_wait_s
+        self._bound = StalenessBound(model.async_training, max_wait_s=max_wait_s, clock=clock)
+        self.num_closed_in_a_row = 0  # groups closed untrained since one was last usable
+        self._report = self._make_report()
+
+    # ------------------------------------------------------------------ reading
+
+    def poll(self) -> int:
+        """Read what was written since the last call; the number of new records. Raises StoreError; what
+        was read before stays. Damaged shards are set aside, see `quarantined`."""
+        num_records = 0
+        for position, shard in self._reader.new_shards():
+            self._enter(position, shard)
+            self._release_arrays()
+            num_records += len(shard.trajectories) + len(shard.refused) + len(shard.settlements)
+        self._ledger.advance(self._reader.next_seq)
+        self._report = self._make_report()
+        return num_records
+
+    @property
+    def quarantined(self) -> Mapping[Position, CorruptObjectError]:
+        """Shards set aside in this process because their bytes are damaged."""
+        return self._reader.quarantined
+
+    def _enter(self, position: Position, shard: Shard) -> None:
+        self._ledger.add_shard(position, shard)
+        rows: dict[MemberKey, list[LogRow]] = {}
+        for trajectory in shard.trajectories:
+            if (row := self._new_row(position, trajectory)) is not None:
+                rows.setdefault(trajectory.member, []).append(row)
+        for refused in shard.refused:
+            self._drop_unless_done(position, refused.trajectory_id, "invalid")
+        for settlement in shard.settlements:
+            own = rows.pop(settlement.member, [])
+            outcome = self._book.settle(position, settlement, own, now=self._clock())
+            if not outcome.belongs:
+                self._ledger.consume_settlement(position)
+            for row, reason in outcome.dropped:
+                self._drop(row, reason)
+            if outcome.completed is not None:
+                self._enqueue(outcome.completed)
+
+    def _new_row(self, position: Position, trajectory: Trajectory) -> LogRow | None:
+        """The row, or None when it is consumed already or a copy of one seen before."""
+        key = trajectory.trajectory_id
+        seen = self._ledger.seen(key)
+        self._ledger.note_row(position, key)
+        if self._passed_over(position, key):
+            return None
+        if seen:
+            self._drops.append(_Drop(position, key, "duplicate"))
+            return None
+        row = LogRow.of(trajectory, position, reward_level=self._model.objective.reward_level)
+        self._resident_bytes += row.num_bytes
+        return row
+
+    def _drop_unless_done(self, position: Position, trajectory_id: str, reason: str) -> None:
+        self._ledger.note_row(position, trajectory_id)
+        if not self._passed_over(position, trajectory_id):
+            self._drops.append(_Drop(position, trajectory_id, reason))
+
+    def _passed_over(self, position: Position, trajectory_id: str) -> bool:
+        if not self._consumed_before[trajectory_id]:
+            return False
+        self._consumed_before[trajectory_id] -= 1
+        self._ledger.consume_row(position, trajectory_id)
+        return True
+
+    def _drop(self, row: LogRow, reason: str) -> None:
+        self._drops.append(_Drop(row.position, row.trajectory_id, reason))
+        self._let_go(row)
+
+    def _enqueue(self, group: Group) -> None:
+        verdict = _verdict(group)
+        usable = verdict.closed_reason is None
+        if usable:
+            self._ready[group.group_id] = group
+            self.num_closed_in_a_row = 0
+        else:
+            self._close(group, verdict.closed_reason or "")
+        # Groups opened without this model in mind say nothing about how often it is fed.
+        if verdict.closed_reason != "not_for_training":
+            self.num_closed_in_a_row += not usable
+            self._feed_share = _SHARE_MEMORY * self._feed_share + (1 - _SHARE_MEMORY) * usable
+
+    def _close(self, group: Group, reason: str) -> None:
+        self._closed[group.group_id] = ClosedGroup(
+            group_id=group.group_id, reason=reason, num_trajectories=len(group.rows)
+        )
+        for row in group.rows:
+            self._let_go(row)
+
+    # ------------------------------------------------------------------ dealing out
+
+    def next_batch(
+        self,
+        step: int,
+        *,
+        published_version: int,
+        training_version: int,
+        oldest_open_version: int | None,
+        final: bool,
+    ) -> Batch | None:
+        """The oldest `batch_size × require_batches` usable groups, or None while there are too few, or
+        while training them would make work in flight age out. `final`: whatever is there, unless nothing.
+
+        Consumes nothing: without `consume` the next call deals out the same groups again.
+        """
+        self._forget_published(published_version)
+        self._close_aged(published_version, training_version)
+        self._close_abandoned()
+        wanted = self._model.batch_size * self._settings.require_batches
+        unfinished = [oldest_open_version, *(group.oldest_version for group in self._book.open_groups())]
+        batch = None
+        if len(self._ready) >= (1 if final else wanted) and (
+            final or not self._bound.must_wait(unfinished, step=step, training=training_version)
+        ):
+            groups = self._choose(wanted, step, training_version)
+            batch = self._assemble(step, groups, published_version, training_version)
+        self._report = self._make_report()
+        return batch
+
+    def replay(self, document: BatchDocument) -> Batch | None:
+        """The batch of this document again, bit for bit; None until its part of the log has been read.
+
+        Raises CorruptObjectError when the log no longer gives that batch.
+        """
+        if any(self._reader.next_seq.get(writer, 0) < seq for writer, seq in document.read_positions.items()):
+            return None
+        groups = [self._complete(document, name) for name in document.groups]
+        for entry in document.closed_untrained:
+            if entry.reason == "cancelled":
+                self._book.abandon(entry.group_id)
+        closed = [self._complete(document, entry.group_id) for entry in document.closed_untrained]
+        rows = self._training_rows(groups, document.published_version, document.training_version)
+        if [row.trajectory.trajectory_id for row in rows] != [row.trajectory_id for row in document.rows]:
+            raise CorruptObjectError(
+                f"{self._layout.batch(document.step)}: the log gives other rows for this step"
+            )
+        metrics = batch_metrics(rows, groups, closed, published_version=document.published_version)
+        return Batch(document.step, tuple(rows), document, metrics)
+
+    def _complete(self, document: BatchDocument, group_id: str) -> Group:
+        group = self._book.complete(group_id)
+        if group is None:
+            source = self._layout.batch(document.step)
+            raise CorruptObjectError(f"{source}: group {group_id!r} is not complete in the log, or is done with")
+        return group
+
+    def _close_aged(self, published: int, training: int) -> None:
+        for group in list(self._ready.values()):
+            verdict = _verdict(group)
+            trainable = [row for row in group.rows if row.trajectory_id in verdict.advantages]
+            if all(self._bound.is_aged(row, published=published, training=training) for row in trainable):
+                del self._ready[group.group_id]
+                self._close(group, "aged_out")
+
+    def _close_abandoned(self) -> None:
+        """Groups nobody finishes (their writer was lost and nobody took over) don't wait for ever. The
+        gateway's own deadline comes long before this."""
+        limit = self._clock() - self._abandoned_after_s
+        for group in [g for g in self._book.open_groups() if g.first_read_at < limit]:
+            self._book.abandon(group.group_id)
+            self._close(group, "cancelled")
+
+    def _choose(self, wanted: int, step: int, training: int) -> list[Group]:
+        """The oldest first; before them those that would age out at the version this step leads to."""
+        would_age = self._bound.would_age
+        line = sorted(
+            self._ready.values(), key=lambda g: not would_age(g.oldest_version, step=step, training=training)
+        )
+        return line[:wanted]
+
+    def _assemble(self, step: int, groups: list[Group], published: int, training: int) -> Batch:
+        rows = self._training_rows(groups, published, training)
+        dropped = self._dropped_rows(groups, {row.trajectory.trajectory_id for row in rows})
+        closed = [self._complete_closed(name) for name in self._closed]
+        places = {row.trajectory_id: row.position for group in groups for row in group.rows}
+        document = BatchDocument(
+            step=step,
+            epoch=self._epoch,
+            groups=[group.group_id for group in groups],
+            rows=[_batch_row(row.trajectory, places[row.trajectory.trajectory_id]) for row in rows],
+            closed_untrained=list(self._closed.values()),
+            dropped={reason: len(ids) for reason, ids in dropped.items()},
+            dropped_rows=dropped,
+            read_positions=dict(self._reader.next_seq),
+            published_version=published,
+            training_version=training,
+            created_at=time.time(),
+        )
+        return Batch(
+            step, tuple(rows), document, batch_metrics(rows, groups, closed, published_version=published)
+        )
+
+    def _complete_closed(self, group_id: str) -> Group:
+        group = self._book.complete(group_id)
+        assert group is not None, f"closed group {group_id} left the book before a document named it"
+        return group
+
+    def _training_rows(self, groups: list[Group], published: int, training: int) -> list[TrainingRow]:
+        self._load_arrays(groups)
+        rows = []
+        for group in groups:
+            verdict = _verdict(group)
+            for row in sorted(group.rows, key=lambda r: r.order):
+                advantage = verdict.advantages.get(row.trajectory_id)
+                if advantage is None or row.reward is None or row.trajectory is None:
+                    continue
+                mask = self._bound.loss_mask(row.trajectory, published=published, training=training)
+                if mask.any():
+                    rows.append(TrainingRow(row.trajectory, row.reward, advantage, mask))
+        return rows
+
+    def _dropped_rows(self, groups: list[Group], trained: set[str]) -> dict[str, list[str]]:
+        """reason → ids of all that leaves the log untrained with this batch."""
+        dropped: dict[str, list[str]] = {}
+        for drop in self._drops:
+            dropped.setdefault(drop.reason, []).append(drop.trajectory_id)
+        for group in [*map(self._complete_closed, self._closed), *groups]:
+            excluded = _verdict(group).excluded
+            for row in sorted(group.rows, key=lambda r: r.order):
+                if row.trajectory_id not in trained:
+                    reason = excluded.get(row.trajectory_id, "aged_out")
+                    dropped.setdefault(reason, []).append(row.trajectory_id)
+        return dropped
+
+    # ------------------------------------------------------------------ consuming
+
+    def consume(self, batch: Batch) -> None:
+        """The batch was trained: everything its document names is done with."""
+        document = batch.document
+        for group_id in [*document.groups, *(entry.group_id for entry in document.closed_untrained)]:
+            self._ready.pop(group_id, None)
+            self._closed.pop(group_id, None)
+            group = self._book.retire(group_id)
+            for position in group.positions:
+                self._ledger.consume_settlement(position)
+            for row in group.rows:
+                self._ledger.consume_row(row.position, row.trajectory_id)
+                self._let_go(row)
+        self._consume_drops(document)
+        self._totals["trained"] += len(document.rows)
+        self._totals["groups_trained"] += len(document.groups)
+        for reason, ids in document.dropped_rows.items():
+            self._totals[f"dropped.{reason}"] += len(ids)
+        for entry in document.closed_untrained:
+            self._totals[f"groups_closed.{entry.reason}"] += 1
+        self._trained.append((document.training_version, len(document.groups)))
+        self._ledger.advance(self._reader.next_seq)
+        self._report = self._make_report()
+
+    def _consume_drops(self, document: BatchDocument) -> None:
+        named = Counter((reason, i) for reason, ids in document.dropped_rows.items() for i in ids)
+        left = []
+        for drop in self._drops:
+            if named[drop.reason, drop.trajectory_id]:
+                named[drop.reason, drop.trajectory_id] -= 1
+                self._ledger.consume_row(drop.position, drop.trajectory_id)
+            else:
+                left.append(drop)
+        self._drops = left
+
+    def published(self, version: int) -> None:
+        """This version is served now. What was trained into it no longer counts against admission; what
+        was trained since still does."""
+        self._forget_published(version)
+        self._report = self._make_report()
+
+    def _forget_published(self, version: int) -> None:
+        self._trained = [(start, groups) for start, groups in self._trained if start >= version]
+
+    # ------------------------------------------------------------------ reporting
+
+    def report(self) -> QueueReport:
+        """The model's side of admission."""
+        return self._report
+
+    def _make_report(self) -> QueueReport:
+        queued = [*self._ready.values(), *self._book.open_groups()]
+        share = 1.0 if self._settings.strict_on_policy else max(self._feed_share, _LEAST_SHARE)
+        return QueueReport(
+            untrained_groups=len(self._ready),
+            trained_since_publish=sum(groups for _, groups in self._trained),
+            feed_share=share,
+            read_positions=dict(self._reader.next_seq),
+            oldest_queued_version=min(
+                (v for g in queued if (v := g.oldest_version) is not None), default=None
+            ),
+            closed_groups=len(self._closed),
+        )
+
+    def totals(self) -> dict[str, int]:
+        """Books: trained, dropped.<reason>, groups_trained, groups_closed.<reason>, quarantined_shards.
+        What no batch's document names yet is not in them."""
+        totals = dict(self._totals)
+        if self.quarantined:
+            totals["quarantined_shards"] = len(self.quarantined)
+        return totals
+
+    def progress(self) -> QueueProgress:
+        """The state after the last consumed batch, whatever was read since."""
+        return QueueProgress(
+            low_water=self._ledger.low_water(),
+            consumed=sorted(self._ledger.consumed()),
+            closed_groups=sorted(g for g in self._ledger.groups() if self._book.is_retired(g)),
+            totals=dict(self._totals),
+        )
+
+    # ------------------------------------------------------------------ memory
+
+    def _let_go(self, row: LogRow) -> None:
+        if row.trajectory is not None:
+            row.trajectory = None
+            self._resident_bytes -= row.num_bytes
+
+    def _release_arrays(self) -> None:
+        """Let arrays go, from the end of the line, until they fit; the next batch keeps its own."""
+        if self._resident_bytes <= self._max_resident_bytes:
+            return
+        next_up = self._model.batch_size * self._settings.require_batches
+        for group in [*self._book.open_groups(), *reversed(list(self._ready.values())[next_up:])]:
+            for row in group.rows:
+                self._let_go(row)
+            if self._resident_bytes <= self._max_resident_bytes:
+                return
+
+    def _load_arrays(self, groups: list[Group]) -> None:
+        missing: dict[Position, list[LogRow]] = {}
+        for row in (row for group in groups for row in group.rows if row.trajectory is None):
+            missing.setdefault(row.position, []).append(row)
+        for position, rows in missing.items():
+            found = {t.trajectory_id: t for t in self._reader.reread(position).trajectories}
+            for row in rows:
+                row.trajectory = found[row.trajectory_id]
+                self._resident_bytes += row.num_bytes
+
+
+def _verdict(group: Group) -> Verdict:
+    assert group.verdict is not None, f"group {group.group_id} is not complete"
+    return group.verdict
+
+
+def _batch_row(trajectory: Trajectory, position: Position) -> BatchRow:
+    return BatchRow(
+        trajectory_id=trajectory.trajectory_id,
+        writer=position[0],
+        seq=position[1],
+        agent_id=trajectory.agent_id,
+        policy_version=trajectory.policy_version,
+    )
+
+
+def _closed_before(store: Store, layout: ModelLayout, resume: CheckpointDocument) -> Iterator[str]:
+    """Groups that steps up to the checkpoint trained or closed, so that a late copy of one can't open it
+    again. Those at or above the low-water marks stand in the checkpoint itself."""
+    yield from resume.closed_groups
+
+    def read(name: str) -> BatchDocument:
+        key = f"{layout.batches()}/{name}"
+        return BatchDocument.parse(store.get(key), source=store.uri(key))
+
+    names = [name for name in store.children(layout.batches()) if number_in(name) <= resume.step]
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        for document in pool.map(read, names):
+            yield from document.groups
+            yield from (entry.group_id for entry in document.closed_untrained)

@@ -1,0 +1,160 @@
+"""Which executions count, when a group is complete, and what it teaches."""
+
+from __future__ import annotations
+
+import math
+
+from model_runtime.config import ObjectiveConfig
+from model_runtime.groups import GroupBook, LogRow, Outcome
+from model_runtime.types import Trajectory
+from tests.fakes import make_settlement, make_trajectory
+
+_HERE = ("e00001-00001", 0)
+
+
+def _rows(*trajectories: Trajectory, level="workflow") -> list[LogRow]:
+    return [LogRow.of(t, _HERE, reward_level=level) for t in trajectories]
+
+
+def _settle(book: GroupBook, *trajectories: Trajectory, level="workflow", **settlement) -> Outcome:
+    return book.settle(_HERE, make_settlement(**settlement), _rows(*trajectories, level=level))
+
+
+def _member(index: int, reward: float | None, **more) -> Trajectory:
+    return make_trajectory(member_index=index, reward=reward, **more)
+
+
+def test_a_group_is_complete_when_every_member_is_settled():
+    book = GroupBook(ObjectiveConfig())
+    for index in (2, 0, 3):
+        assert _settle(book, _member(index, float(index)), member_index=index).completed is None
+    group = _settle(book, _member(1, 1.0), member_index=1).completed
+    assert group is not None
+    assert group.verdict is not None
+    assert group.verdict.closed_reason is None
+    assert len(group.verdict.advantages) == 4
+
+
+def test_members_with_no_one_and_three_chains_have_one_value_each():
+    book = GroupBook(ObjectiveConfig())
+    three = [_member(0, 1.0, chain_index=c) for c in range(3)]
+    _settle(book, *three, member_index=0)
+    one = _member(1, 0.0)
+    _settle(book, one, member_index=1)
+    _settle(book, member_index=2, num_rows={})
+    group = _settle(book, _member(3, 0.0), member_index=3).completed
+    assert group is not None
+    verdict = group.verdict
+    assert verdict is not None
+    assert verdict.baselines[0].values == (1.0, 0.0, 0.0)
+    advantages = {verdict.advantages[t.trajectory_id] for t in three}
+    assert len(advantages) == 1
+    # values 1, 0, 0: mean 1/3, unbiased standard deviation 1/sqrt(3)
+    assert math.isclose(advantages.pop(), (2 / 3) / (1 / math.sqrt(3)), rel_tol=1e-5)
+
+
+def test_agents_are_never_compared_with_one_another():
+    book = GroupBook(ObjectiveConfig(reward_level="agent"))
+    for index in range(4):
+        own = {
+            agent: make_trajectory(
+                member_index=index, agent_id=agent, agent_rewards={"reward": value}, reward=9.0
+            )
+            for agent, value in (("search_agent", float(index % 2)), ("answer_agent", 5.0))
+        }
+        outcome = _settle(book, *own.values(), member_index=index, level="agent")
+    assert outcome.completed is not None
+    verdict = outcome.completed.verdict
+    assert verdict is not None
+    assert {b.agent_id: b.excluded for b in verdict.baselines} == {
+        "answer_agent": "zero_variance",
+        "search_agent": None,
+    }
+    assert set(verdict.excluded.values()) == {"zero_variance"}
+    assert len(verdict.advantages) == len(verdict.excluded) == 4
+
+
+def test_an_agent_without_a_reward_of_its_own_has_the_workflows():
+    book = GroupBook(ObjectiveConfig(reward_level="agent"))
+    for index in range(4):
+        outcome = _settle(book, _member(index, float(index == 0)), member_index=index, level="agent")
+    assert outcome.completed is not None
+    assert outcome.completed.verdict is not None
+    assert outcome.completed.verdict.baselines[0].values == (1.0, 0.0, 0.0, 0.0)
+
+
+def test_a_missing_reward_is_no_value_and_not_zero():
+    book = GroupBook(ObjectiveConfig())
+    rewards = (None, 1.0, 2.0, 3.0)
+    for index, reward in enumerate(rewards):
+        outcome = _settle(book, _member(index, reward), member_index=index)
+    assert outcome.completed is not None
+    verdict = outcome.completed.verdict
+    assert verdict is not None
+    assert verdict.baselines[0].values == (1.0, 2.0, 3.0)
+    assert list(verdict.excluded.values()) == ["missing_reward"]
+
+
+def test_the_first_final_settlement_of_a_member_counts():
+    book = GroupBook(ObjectiveConfig())
+    retried = _settle(book, _member(0, 0.0), member_index=0, status="retried")
+    assert [reason for _, reason in retried.dropped] == ["retried"]
+    assert _settle(book, _member(0, 1.0, attempt=1), member_index=0, attempt=1).dropped == ()
+    again = _settle(book, _member(0, 0.0, attempt=2), member_index=0, attempt=2)
+    assert [reason for _, reason in again.dropped] == ["duplicate_attempt"]
+    assert again.completed is None
+
+
+def test_members_that_broke_off_leave_no_rows_and_no_value():
+    book = GroupBook(ObjectiveConfig())
+    for index, status in enumerate(("infra", "aborted", "expired")):
+        outcome = _settle(book, _member(index, 0.0), member_index=index, status=status)
+        assert [reason for _, reason in outcome.dropped] == [status]
+    group = _settle(book, _member(3, 1.0), member_index=3).completed
+    assert group is not None
+    assert group.verdict is not None
+    assert group.verdict.closed_reason == "too_few_values"
+
+
+def test_a_group_closes_with_the_reason_it_teaches_nothing():
+    def closed_by(rewards, **settlement):
+        book = GroupBook(ObjectiveConfig())
+        for index, reward in enumerate(rewards):
+            rows = [] if reward is None else [_member(index, reward, train=settlement.get("train", True))]
+            outcome = _settle(book, *rows, member_index=index, **settlement)
+        assert outcome.completed is not None
+        assert outcome.completed.verdict is not None
+        return outcome.completed.verdict.closed_reason
+
+    assert closed_by([None] * 4) == "no_rows"
+    assert closed_by([1.0] * 4) == "zero_variance"
+    assert closed_by([1.0, None, None, None]) == "too_few_values"
+    assert closed_by([0.0, 1.0, 0.0, 1.0], train=False) == "not_for_training"
+    assert closed_by([0.0, 1.0, 0.0, 1.0], status="aborted") == "cancelled"
+    assert closed_by([0.0, 1.0, 0.0, 1.0]) is None
+
+
+def test_a_retired_group_never_opens_again():
+    book = GroupBook(ObjectiveConfig(), retired={"g0"})
+    outcome = _settle(book, _member(0, 1.0), member_index=0)
+    assert [reason for _, reason in outcome.dropped] == ["duplicate_attempt"]
+    assert not outcome.belongs
+    assert list(book.open_groups()) == []
+
+
+def test_a_member_of_a_group_of_another_size_is_refused():
+    book = GroupBook(ObjectiveConfig())
+    _settle(book, _member(0, 1.0), member_index=0)
+    outcome = _settle(book, _member(1, 1.0, group_size=2), member_index=1, group_size=2)
+    assert [reason for _, reason in outcome.dropped] == ["mismatched_group"]
+
+
+def test_an_abandoned_group_drops_what_it_has():
+    book = GroupBook(ObjectiveConfig())
+    _settle(book, _member(0, 1.0), member_index=0)
+    group = book.abandon("g0")
+    assert group is not None
+    assert group.verdict is not None
+    assert group.verdict.closed_reason == "cancelled"
+    late = _settle(book, _member(1, 1.0), member_index=1)
+    assert [reason for _, reason in late.dropped] == ["duplicate_attempt"]
