@@ -57,17 +57,29 @@ def check_gpus(model_id: str, devices: ModelDevices, visible: int) -> None:
 
 def visible_gpus(environ: Mapping[str, str] | None = None, device_folder: Path = Path("/dev")) -> int:
     """How many NVIDIA devices a process started here sees; asks no library, so nothing is initialised."""
-    listed = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    listed = _listed(environ)
     if listed is not None:
-        return len([name for name in listed.split(",") if name.strip() and name.strip() != "-1"])
+        return len(listed)
     return sum(1 for path in device_folder.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
 
 
-def visible_list(gpu_ids: Sequence[int], environ: Mapping[str, str] | None = None) -> str:
-    """CUDA_VISIBLE_DEVICES for a child that uses `gpu_ids`, positions in this process's own list."""
-    listed = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in listed.split(",")] if listed else []
-    return ",".join(names[gpu] if names else str(gpu) for gpu in gpu_ids)
+def cuda_numbers(gpu_ids: Sequence[int], environ: Mapping[str, str] | None = None) -> list[int]:
+    """What a child's CUDA_VISIBLE_DEVICES must name: `gpu_ids` count within the devices this process itself
+    was given. Ids beyond those stay as they are; `check_gpus` speaks of them."""
+    listed = _listed(environ)
+    if listed is None or not gpu_ids:
+        return list(gpu_ids)
+    if not all(name.isdecimal() for name in listed):
+        raise ConfigError(f"CUDA_VISIBLE_DEVICES is {','.join(listed)!r}: name the devices by number")
+    return [int(listed[gpu]) if gpu < len(listed) else gpu for gpu in gpu_ids]
+
+
+def _listed(environ: Mapping[str, str] | None) -> list[str] | None:
+    """Devices in CUDA_VISIBLE_DEVICES; None when it is not set and all are visible."""
+    value = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return None
+    return [name.strip() for name in value.split(",") if name.strip() and name.strip() != "-1"]
 
 
 def _parts(models: Sequence[ModelConfig]) -> Iterator[tuple[str, str, RolloutConfig | TrainerConfig]]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from model_runtime import adapters
 from model_runtime.canary import check_canary, tolerance
@@ -58,6 +58,8 @@ class Replica(Protocol):
     @property
     def client(self) -> LLMServerClient: ...
 
+    def request_restart(self, reason: str) -> None: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncLimits:
@@ -67,10 +69,12 @@ class SyncLimits:
     room_s: float = 60.0
     attempt_s: float = 30.0  # one call to one server
     attempts: int = 3
+    retry_wait_s: float = 0.5  # longest wait before the second attempt; doubles
     load_s: float = 120.0  # loading on one server, all attempts
     verify_s: float = 60.0  # readback and canary on one server, all attempts
     flip_s: float = 30.0
-    restore_pause_s: float = 2.0  # before a failed replica is restored again; doubles up to 60 s
+    restores: int = 3  # of a failed replica, before its server is restarted
+    restore_pause_s: float = 2.0  # between them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,20 +373,23 @@ class ParameterSynchronizer:
         task.add_done_callback(lambda _: self._restoring.pop(replica.replica_id, None))
 
     async def _restore_until_ready(self, replica: Replica, attempt: int) -> None:
-        """Try until the replica serves what is live, or its server was restarted: then it comes back by
-        `restore` like any other."""
-        pause_s = self._limits.restore_pause_s
-        while replica.attempt == attempt:
+        """Load what is live again; if that keeps failing have the server restarted. A server that was
+        restarted meanwhile comes back by `restore` like any other."""
+        trouble = ""
+        for _ in range(self._limits.restores):
+            if replica.attempt != attempt:
+                return
             try:
                 await self.restore(replica)
             except PublishError as error:
+                trouble = str(error)
                 logger.warning("%s is still out of the ready set: %s", replica.replica_id, error)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, 60.0)
+                await asyncio.sleep(self._limits.restore_pause_s)
             else:
                 replica.ready = replica.attempt == attempt
                 self._on_change()
                 return
+        replica.request_restart(f"could not be restored: {trouble}")
 
     # ------------------------------------------------------------------ small parts
 
@@ -400,7 +407,7 @@ class ParameterSynchronizer:
         return AsyncRetrying(
             retry=retry_if_exception_type(BackendUnavailableError),
             stop=stop_after_attempt(self._limits.attempts),
-            wait=wait_exponential_jitter(initial=0.2, max=5),
+            wait=wait_random_exponential(multiplier=self._limits.retry_wait_s, max=5),
             reraise=True,
         )
 
