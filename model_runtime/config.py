@@ -29,7 +29,7 @@ _NOT_LORA_TARGETS = ("lm_head", "embed_tokens", "wte", "embed_out")
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class StoreConfig(_Section):
@@ -73,9 +73,13 @@ class LoRAConfig(_Section):
     @field_validator("target_modules")
     @classmethod
     def _only_linear(cls, targets: list[str] | str) -> list[str] | str:
-        bad = [t for t in targets if t.split(".")[-1] in _NOT_LORA_TARGETS] if isinstance(targets, list) else []
+        bad = (
+            [t for t in targets if t.split(".")[-1] in _NOT_LORA_TARGETS] if isinstance(targets, list) else []
+        )
         if bad:
-            raise ValueError(f"{bad[0]!r} can't be adapted: vLLM serves no embedding or output-head adapters here")
+            raise ValueError(
+                f"{bad[0]!r} can't be adapted: vLLM serves no embedding or output-head adapters here"
+            )
         return targets
 
 
@@ -386,7 +390,9 @@ class RunConfig(_Section):
         slugs = Counter(artifact_slug(m.model_id) for m in self.models)
         clash = [m.model_id for m in self.models if slugs[artifact_slug(m.model_id)] > 1]
         if clash:
-            raise ValueError(f"multi_model.models: {clash} share the artifact key {artifact_slug(clash[0])!r}")
+            raise ValueError(
+                f"multi_model.models: {clash} share the artifact key {artifact_slug(clash[0])!r}"
+            )
         known = [m.model_id for m in self.models]
         for route in self.agent_model_mapping:
             if route.model_id not in known:
@@ -460,7 +466,9 @@ def _refuse_shared_gpus(models: list[ModelConfig]) -> None:
         if len(sharing) == 1:
             continue
         if any(f is None for f in fractions):
-            raise ValueError(f"GPU {gpu} is given to {names}; set gpu_memory_fraction on each, or other gpu_ids")
+            raise ValueError(
+                f"GPU {gpu} is given to {names}; set gpu_memory_fraction on each, or other gpu_ids"
+            )
         total = sum(f for f in fractions if f is not None)
         if total > 1:
             raise ValueError(f"GPU {gpu}: gpu_memory_fraction of {names} sums to {total:.2f}; at most 1")
@@ -498,7 +506,11 @@ def _describe(detail: Any) -> str:
     if detail["type"] == "extra_forbidden":
         message = "unknown setting"
     value = detail.get("input")
-    shown = "" if isinstance(value, dict | list | BaseModel) or detail["type"] == "missing" else f" (got {value!r})"
+    shown = (
+        ""
+        if isinstance(value, dict | list | BaseModel) or detail["type"] == "missing"
+        else f" (got {value!r})"
+    )
     return f"{path}: {message}{shown}" if path else f"{message}{shown}"
 
 

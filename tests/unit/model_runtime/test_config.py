@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from model_runtime.config import LORA_RANKS, RunConfig, artifact_slug, load_config, parse_config
+from model_runtime.errors import ConfigError
+
+# Section 8 of the RFC, word for word.
+RFC_EXAMPLE = """
+multi_model:
+  enable: true
+
+  models:
+    - model_id: planner_model
+      model_path: /path/to/planner
+      trainer:
+        n_gpus: 4
+      rollout:
+        n_gpus: 4
+      async_training:
+        trigger_parameter_sync_step: 4
+        staleness_threshold: 0.5
+        partial_rollout: true
+
+    - model_id: solver_model
+      model_path: /path/to/solver
+      trainer:
+        n_gpus: 4
+      rollout:
+        n_gpus: 4
+      async_training:
+        trigger_parameter_sync_step: 8
+        staleness_threshold: 0.5
+        partial_rollout: true
+
+gateway:
+  mode: multi_model_router
+
+agent_model_mapping:
+  planner_agent: planner_model
+  search_agent: solver_model
+  answer_agent: solver_model
+"""
+
+FIRST = ("multi_model", "models", 0)
+
+
+def changed(*changes: tuple[tuple[str | int, ...], Any]) -> dict[str, Any]:
+    """The RFC's example with each value put at its path."""
+    raw = yaml.safe_load(RFC_EXAMPLE)
+    for path, value in changes:
+        at: Any = raw
+        for part in path[:-1]:
+            at = at.setdefault(part, {}) if isinstance(at, dict) else at[part]
+        at[path[-1]] = copy.deepcopy(value)
+    return raw
+
+
+def test_the_rfc_s_example_is_valid_as_it_stands_and_means_what_the_rfc_says(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(RFC_EXAMPLE, encoding="utf-8")
+    config = load_config(path)
+
+    assert [m.model_id for m in config.trainable_models] == ["planner_model", "solver_model"]
+    assert config.agent_to_model == {
+        "planner_agent": "planner_model",
+        "search_agent": "solver_model",
+        "answer_agent": "solver_model",
+    }
+    planner, solver = config.models
+    assert planner.model_path == "/path/to/planner"
+    assert (planner.trainer.n_gpus, planner.rollout.n_gpus, planner.rollout.num_replicas) == (4, 4, 4)
+    assert planner.async_training.trigger_parameter_sync_step == 4
+    assert solver.async_training.trigger_parameter_sync_step == 8
+    assert solver.async_training.staleness_threshold == 0.5
+    assert solver.async_training.partial_rollout
+    # int(batch_size × require_batches × (1 + staleness_threshold) × trigger_parameter_sync_step)
+    assert planner.admission_limit == 8 * 1 * 1.5 * 4
+    assert solver.admission_limit == 8 * 1 * 1.5 * 8
+
+
+def test_what_is_not_built_yet_is_said() -> None:
+    warnings = parse_config(changed()).warnings()
+    assert sum("partial_rollout is not built yet" in w for w in warnings) == 2
+    assert any("workflow.function is not set" in w for w in warnings)
+
+
+# What is wrong → path of the field, its value, what is allowed.
+BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
+    "duplicate model id": (
+        [((*FIRST, "model_id"), "solver_model")],
+        ["multi_model.models", "model_id 'solver_model'", "more than once"],
+    ),
+    "duplicate agent": (
+        [(("agent_model_mapping",), [{"agent_id": "a", "model_id": "planner_model"}] * 2)],
+        ["agent_model_mapping", "agent_id 'a'", "more than once"],
+    ),
+    "agent of an unknown model": (
+        [(("agent_model_mapping", "critic_agent"), "critic_model")],
+        ["agent_model_mapping.critic_agent", "'critic_model'", "['planner_model', 'solver_model']"],
+    ),
+    "model no agent uses": (
+        [(("agent_model_mapping", "planner_agent"), "solver_model")],
+        ["multi_model.models", "['planner_model']", "agent_model_mapping"],
+    ),
+    "LoRA rank vLLM doesn't accept": (
+        [((*FIRST, "lora", "rank"), 12)],
+        ["multi_model.models[0].lora.rank", "got 12", "1, 8, 16, 32, 64, 128, 256, 320 or 512"],
+    ),
+    "negative staleness": (
+        [((*FIRST, "async_training", "staleness_threshold"), -0.1)],
+        [
+            "multi_model.models[0].async_training.staleness_threshold",
+            "got -0.1",
+            "greater than or equal to 0",
+        ],
+    ),
+    "negative version lag": (
+        [((*FIRST, "async_training", "max_staleness"), -1)],
+        ["multi_model.models[0].async_training.max_staleness", "got -1", "greater than or equal to 0"],
+    ),
+    "output head": (
+        [((*FIRST, "lora", "target_modules"), ["q_proj", "model.lm_head"])],
+        ["multi_model.models[0].lora.target_modules", "'model.lm_head'", "no embedding or output-head"],
+    ),
+    "unknown setting": (
+        [((*FIRST, "trainer", "n_gpu"), 4)],
+        ["multi_model.models[0].trainer.n_gpu", "unknown setting", "got 4"],
+    ),
+    "unknown section": ([(("trainer",), {})], ["trainer", "unknown setting"]),
+    "model id": (
+        [((*FIRST, "model_id"), "Planner Model")],
+        ["multi_model.models[0].model_id", "got 'Planner Model'", "[a-z0-9]"],
+    ),
+    "artifact slug": (
+        [((*FIRST, "model_id"), "solver.model"), (("agent_model_mapping", "planner_agent"), "solver.model")],
+        ["multi_model.models", "['solver.model', 'solver_model']", "'solver-model'"],
+    ),
+    "no models": ([(("multi_model", "models"), [])], ["multi_model.models", "at least 1"]),
+    "no agents": ([(("agent_model_mapping",), {})], ["agent_model_mapping", "at least 1"]),
+    "disabled": ([(("multi_model", "enable"), False)], ["multi_model.enable", "got False", "must be true"]),
+    "gateway mode": ([(("gateway", "mode"), "x")], ["gateway.mode", "got 'x'", "multi_model_router"]),
+    "port": ([(("gateway", "port"), 70000)], ["gateway.port", "got 70000", "65535"]),
+    "model kind": (
+        [((*FIRST, "kind"), "external")],
+        ["multi_model.models[0].kind", "got 'external'", "'trainable' or 'frozen'"],
+    ),
+    "trained frozen model": (
+        [((*FIRST, "kind"), "frozen")],
+        ["multi_model.models[0]", "trainer.n_gpus"],
+    ),
+    "replicas and GPUs": (
+        [((*FIRST, "rollout", "tensor_parallel_size"), 3)],
+        ["multi_model.models[0].rollout", "n_gpus is 4", "replicas × tensor_parallel_size is 1 × 3"],
+    ),
+    "tensor parallelism on the CPU": (
+        [((*FIRST, "rollout"), {"tensor_parallel_size": 2})],
+        ["multi_model.models[0].rollout", "needs n_gpus"],
+    ),
+    "number of GPU ids": (
+        [((*FIRST, "trainer", "gpu_ids"), [0, 1])],
+        ["planner_model.trainer", "names 2 devices", "n_gpus is 4"],
+    ),
+    "trainer and replica on one GPU": (
+        [((*FIRST, part), {"n_gpus": 1, "gpu_ids": [0]}) for part in ("trainer", "rollout")],
+        ["GPU 0", "['planner_model.trainer', 'planner_model.rollout']", "set gpu_memory_fraction"],
+    ),
+    "a GPU given out more than once over": (
+        [
+            ((*FIRST, part), {"n_gpus": 1, "gpu_ids": [0], "gpu_memory_fraction": 0.6})
+            for part in ("trainer", "rollout")
+        ],
+        ["GPU 0", "sums to 1.20", "at most 1"],
+    ),
+    "strict on-policy": (
+        [((*FIRST, "async_training", "strict_on_policy"), True)],
+        ["multi_model.models[0].async_training", "trigger_parameter_sync_step: 1", "got 4 and 0.5"],
+    ),
+    "store scheme": ([(("store", "url"), "gs://b/x")], ["store.url", "got 'gs://b/x'", "s3://bucket/prefix"]),
+    "store bucket": ([(("store", "url"), "s3:///x")], ["store.url", "got 's3:///x'", "names no bucket"]),
+    "workflow function": (
+        [(("workflow",), {"function": "my.module", "tasks": "t.jsonl"})],
+        ["workflow.function", "got 'my.module'", "module:function"],
+    ),
+    "workflow without tasks": ([(("workflow", "function"), "m:f")], ["workflow", "needs `tasks`"]),
+    "group of one": ([(("workflow", "group_size"), 1)], ["workflow.group_size", "got 1", "2"]),
+    "not a number": (
+        [((*FIRST, "trainer", "learning_rate"), "high")],
+        ["multi_model.models[0].trainer.learning_rate", "got 'high'", "number"],
+    ),
+    "NaN": (
+        [((*FIRST, "trainer", "learning_rate"), float("nan"))],
+        ["multi_model.models[0].trainer.learning_rate", "got nan", "finite"],
+    ),
+    "infinity": (
+        [((*FIRST, "trainer", "learning_rate"), float("inf"))],
+        ["multi_model.models[0].trainer.learning_rate", "got inf", "finite"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "said"), BAD.values(), ids=BAD.keys())
+def test_a_mistake_names_its_place_its_value_and_what_is_allowed(changes: Any, said: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(changed(*changes), source="run.yaml")
+    message = str(caught.value)
+    assert message.startswith("run.yaml:\n  ")
+    assert [part for part in said if part not in message] == [], message
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    raw = changed(((*FIRST, "batch_size"), 0), (("gateway", "mode"), "x"), (("extra",), 1))
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw)
+    assert len(str(caught.value).splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "can't be read: No such file"),
+        ("a: [", "not valid YAML"),
+        ("- 1", "must be a mapping with multi_model and agent_model_mapping"),
+        ("{}", "multi_model: Field required"),
+    ],
+)
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "run.yaml"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_relative_paths_are_taken_from_the_file_s_folder(tmp_path: Path) -> None:
+    raw = changed(
+        ((*FIRST, "model_path"), "models/planner"),
+        ((*FIRST, "adapter_path"), "../adapter"),
+        (("workflow",), {"function": "m:f", "tasks": "t.jsonl", "held_out_tasks": "h.jsonl"}),
+        (("store",), {"url": "runs"}),
+    )
+    path = tmp_path / "conf" / "run.yaml"
+    path.parent.mkdir()
+    path.write_text(yaml.safe_dump(raw), encoding="utf-8")
+
+    config = load_config(path)
+
+    assert config.models[0].model_path == str(tmp_path / "conf/models/planner")
+    assert config.models[0].adapter_path == str(tmp_path / "adapter")
+    assert config.models[1].adapter_path is None
+    assert config.workflow.tasks == str(tmp_path / "conf/t.jsonl")
+    assert config.workflow.held_out_tasks == str(tmp_path / "conf/h.jsonl")
+    assert config.workflow.python_path == str(tmp_path / "conf")
+    assert config.store.url == str(tmp_path / "conf/runs")
+
+
+def test_urls_stay_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(changed((("store", "url"), "s3://bucket/runs"))), encoding="utf-8")
+    assert load_config(path).store.url == "s3://bucket/runs"
+
+
+def test_a_config_survives_json_as_a_flow_parameter() -> None:
+    config = parse_config(changed())
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_config_can_t_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        parse_config(changed()).seed = 1  # type: ignore[misc]
+
+
+def test_one_gpu_is_shared_by_fractions() -> None:
+    sections = {"trainer": 0.5, "rollout": 0.25}
+    config = parse_config(
+        changed(
+            *(
+                ((*FIRST, part), {"n_gpus": 1, "gpu_ids": [0], "gpu_memory_fraction": fraction})
+                for part, fraction in sections.items()
+            )
+        )
+    )
+    assert config.model("planner_model").rollout.gpu_memory_fraction == 0.25
+
+
+@pytest.mark.parametrize("rank", LORA_RANKS)
+def test_every_rank_vllm_serves_is_accepted(rank: int) -> None:
+    assert parse_config(changed(((*FIRST, "lora", "rank"), rank))).models[0].lora.rank == rank
+
+
+def test_a_frozen_model_is_served_and_not_trained() -> None:
+    raw = changed(((*FIRST, "kind"), "frozen"), ((*FIRST, "trainer", "n_gpus"), 0))
+    config = parse_config(raw)
+    assert [m.model_id for m in config.trainable_models] == ["solver_model"]
+
+
+def test_the_admission_limit_never_falls_below_one_step() -> None:
+    raw = changed(
+        (
+            (*FIRST, "async_training"),
+            {"trigger_parameter_sync_step": 1, "staleness_threshold": 0, "require_batches": 3},
+        )
+    )
+    assert parse_config(raw).models[0].admission_limit == 3 * 8
+
+
+def test_an_unknown_model_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'x'; models are \['planner_model', 'solver_model'\]"):
+        parse_config(changed()).model("x")
+
+
+def test_artifact_slugs_hold_only_what_prefect_allows() -> None:
+    assert artifact_slug("solver_model.v2") == "solver-model-v2"
+
+
+def test_every_setting_is_described_in_the_schema() -> None:
+    """The schema draws the form in the UI."""
+    schema = RunConfig.model_json_schema()
+    sections = {"RunConfig": schema, **schema["$defs"]}
+    silent = [
+        f"{name}.{field}"
+        for name, section in sections.items()
+        for field, properties in section.get("properties", {}).items()
+        if len(properties.get("description", "")) < 8
+    ]
+    assert silent == []
+    assert len(sections) >= 12
