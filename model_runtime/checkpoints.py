@@ -26,6 +26,7 @@ from model_runtime.store import Store
 
 ADAPTER_FILE = "adapter.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+GENERATORS_FILE = "generators.safetensors"
 STATE_FILE = "state.json"
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -51,7 +52,8 @@ class TrainingState:
     """Weights, optimizer, random generators, and the small things beside them."""
 
     adapter: Arrays  # float32, by parameter name
-    optimizer: Arrays  # "<parameter>.exp_avg" …, and generators as "rng.<name>"
+    optimizer: Arrays  # "<parameter>.exp_avg" …
+    generators: Arrays  # states of the random generators
     values: Mapping[str, Any]  # JSON
 
 
@@ -76,6 +78,7 @@ def save_checkpoint(
     files = {
         ADAPTER_FILE: _dump(state.adapter),
         OPTIMIZER_FILE: _dump(state.optimizer),
+        GENERATORS_FILE: _dump(state.generators),
         STATE_FILE: json.dumps(dict(state.values), sort_keys=True).encode(),
     }
     document = CheckpointDocument(
@@ -126,10 +129,13 @@ def checkpoint_steps(store: Store, layout: ModelLayout) -> list[int]:
 def _load(store: Store, layout: ModelLayout, step: int) -> Checkpoint:
     marker = layout.checkpoint_marker(step)
     document = CheckpointDocument.parse(store.get(marker), source=store.uri(marker))
-    adapter = _read_arrays(store, layout, document, ADAPTER_FILE)
-    optimizer = _read_arrays(store, layout, document, OPTIMIZER_FILE)
-    data = _read(store, layout, document, STATE_FILE)
-    return Checkpoint(document, TrainingState(adapter, optimizer, json.loads(data)))
+    state = TrainingState(
+        adapter=_read_arrays(store, layout, document, ADAPTER_FILE),
+        optimizer=_read_arrays(store, layout, document, OPTIMIZER_FILE),
+        generators=_read_arrays(store, layout, document, GENERATORS_FILE),
+        values=json.loads(_read(store, layout, document, STATE_FILE)),
+    )
+    return Checkpoint(document, state)
 
 
 def _read_arrays(store: Store, layout: ModelLayout, document: CheckpointDocument, name: str) -> Arrays:

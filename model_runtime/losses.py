@@ -7,10 +7,12 @@ follow verl.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from model_runtime.config import ObjectiveConfig
 
 # Beyond this a log ratio is clamped, and its gradient is zero: e^20 is already no usable weight.
 MAX_LOG_RATIO = 20.0
@@ -37,6 +39,32 @@ def token_logprobs(logits_TV: Tensor, target_T: Tensor, temperature_T: Tensor) -
     with torch.no_grad():
         entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
     return chosen_T, entropy_T
+
+
+def policy_loss(
+    logprobs_T: Tensor, behavior_logprobs_T: Tensor, advantages_T: Tensor, objective: ObjectiveConfig
+) -> PolicyLoss:
+    """The configured objective per token.
+
+    One optimizer step is made per batch, so the policy at the start of the update is the policy itself:
+    its logprobs, detached, are the recomputed old ones. With the sampler's as old ones the ratio corrects
+    for it already, and weights are not applied on top.
+    """
+    recomputed = objective.old_logprobs == "recomputed"
+    old_logprobs_T = logprobs_T.detach() if recomputed else behavior_logprobs_T
+    loss = ppo_clip(
+        logprobs_T,
+        old_logprobs_T,
+        advantages_T,
+        clip_ratio_low=objective.clip_ratio_low,
+        clip_ratio_high=objective.clip_ratio_high,
+        clip_ratio_c=objective.clip_ratio_c,
+    )
+    cap = objective.importance_weight_cap
+    if not recomputed or cap is None:
+        return loss
+    weights_T = token_importance_weights(old_logprobs_T, behavior_logprobs_T, cap=cap)
+    return replace(loss, losses_T=loss.losses_T * weights_T)
 
 
 def ppo_clip(

@@ -1,0 +1,190 @@
+"""One training step: a batch in, an updated adapter and its figures out. No queue, no store."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model_runtime.batching import MicroBatch, Row, micro_batches, num_trained_tokens
+from model_runtime.checkpoints import Arrays
+from model_runtime.config import ModelConfig, TrainerConfig
+from model_runtime.errors import ConfigError, TrainerError
+from model_runtime.losses import PolicyLoss, correction_metrics, policy_loss, policy_metrics, token_mean
+from model_runtime.policy import Policy
+
+_OPTIMIZER_FIELDS = ("step", "exp_avg", "exp_avg_sq")
+
+
+def prepare_torch(trainer: TrainerConfig, *, model_id: str, gpu_ids: Sequence[int]) -> torch.device:
+    """Set threads, determinism and device memory for this process. Raises ConfigError for devices that
+    are not there."""
+    torch.set_num_threads(trainer.num_threads)
+    if trainer.n_gpus == 0:
+        torch.use_deterministic_algorithms(True)
+        return torch.device("cpu")
+    if trainer.n_gpus > 1:
+        raise ConfigError(
+            f"{model_id}.trainer.n_gpus is {trainer.n_gpus}; one process trains on one GPU: set 1"
+        )
+    if gpu_ids:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu_ids[0])  # read when CUDA starts, which is below
+    if not torch.cuda.is_available():
+        raise ConfigError(f"{model_id}.trainer.n_gpus is 1, but torch {torch.__version__} sees no GPU here")
+    if trainer.gpu_memory_fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(trainer.gpu_memory_fraction)
+    return torch.device("cuda", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """What is kept of the trained tokens of one or more forward passes; no gradients."""
+
+    loss: PolicyLoss
+    logprobs_T: Tensor
+    behavior_logprobs_T: Tensor
+    entropy_T: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Tokens]) -> _Tokens:
+        def join(of: Callable[[_Tokens], Tensor]) -> Tensor:
+            return torch.cat([of(part) for part in parts])
+
+        loss = PolicyLoss(
+            losses_T=join(lambda p: p.loss.losses_T),
+            clipped_T=join(lambda p: p.loss.clipped_T),
+            clipped_lower_T=join(lambda p: p.loss.clipped_lower_T),
+            log_ratio_T=join(lambda p: p.loss.log_ratio_T),
+        )
+        return cls(
+            loss,
+            join(lambda p: p.logprobs_T),
+            join(lambda p: p.behavior_logprobs_T),
+            join(lambda p: p.entropy_T),
+        )
+
+
+class Learner:
+    """The policy with its optimizer."""
+
+    def __init__(self, model: ModelConfig, *, seed: int, device: torch.device | str = "cpu") -> None:
+        self._model = model
+        self.policy = Policy(model, seed=seed, device=device)
+        self._optimizer = torch.optim.AdamW(
+            self.policy.parameters.values(),
+            lr=model.trainer.learning_rate,
+            weight_decay=model.trainer.weight_decay,
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """Of step 1, 2, …: grows linearly over the warm-up, then constant."""
+        trainer = self._model.trainer
+        return trainer.learning_rate * min(1.0, step / max(1, trainer.warmup_steps))
+
+    def update(
+        self, rows: Sequence[Row], *, step: int, between_passes: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """One optimizer step on a batch; its figures by verl's names.
+
+        `between_passes` is called before every forward pass; what it raises abandons the step with nothing
+        applied. Raises TrainerError, with nothing applied, when loss or gradient is not finite.
+        """
+        passes = micro_batches(rows, micro_batch_tokens=self._model.trainer.micro_batch_tokens)
+        if not passes:
+            return {}
+        self._optimizer.zero_grad(set_to_none=True)
+        num_tokens = num_trained_tokens(rows)
+        parts = []
+        for micro_batch in passes:
+            between_passes()
+            parts.append(self._backward(micro_batch, num_tokens))
+        tokens = _Tokens.joined(parts)
+        loss = token_mean(tokens.loss.losses_T, num_tokens=num_tokens).item()
+        grad_norm = torch.nn.utils.clip_grad_norm_(
+            self.policy.parameters.values(), self._model.trainer.max_grad_norm
+        ).item()
+        for name, value in (("loss", loss), ("gradient norm", grad_norm)):
+            if not math.isfinite(value):
+                raise TrainerError(
+                    f"{self._model.model_id}: the {name} of step {step} is {value}; the step was not applied"
+                )
+        learning_rate = self.learning_rate(step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        return {
+            "actor/pg_loss": loss,
+            "actor/grad_norm": grad_norm,
+            "actor/lr": learning_rate,
+            "actor/entropy": tokens.entropy_T.mean().item(),
+            **policy_metrics(tokens.loss),
+            **correction_metrics(
+                tokens.logprobs_T, tokens.behavior_logprobs_T, cap=self._model.objective.importance_weight_cap
+            ),
+        }
+
+    def _backward(self, micro_batch: MicroBatch, num_tokens: int) -> _Tokens:
+        """Add this pass's share of the batch's gradient."""
+        t = micro_batch.tensors(self.policy.device)
+        logprobs_T, entropy_T = self.policy.logprobs(
+            t["input_ids_BL"], t["row_T"], t["position_T"], t["target_T"], t["temperature_T"]
+        )
+        behavior_T = t["behavior_logprobs_T"]
+        loss = policy_loss(logprobs_T, behavior_T, t["advantages_T"], self._model.objective)
+        token_mean(loss.losses_T, num_tokens=num_tokens).backward()
+        kept = PolicyLoss(
+            loss.losses_T.detach(), loss.clipped_T, loss.clipped_lower_T.detach(), loss.log_ratio_T
+        )
+        return _Tokens(kept, logprobs_T.detach(), behavior_T, entropy_T)
+
+    # ------------------------------------------------------------------ state
+
+    def optimizer_state(self) -> dict[str, np.ndarray]:
+        """ "<parameter>.<field>" → array; empty before the first step."""
+        return {
+            f"{name}.{field}": self._optimizer.state[parameter][field].detach().to("cpu", copy=True).numpy()
+            for name, parameter in self.policy.parameters.items()
+            if parameter in self._optimizer.state
+            for field in _OPTIMIZER_FIELDS
+        }
+
+    def load_optimizer_state(self, arrays: Arrays) -> None:
+        self._optimizer.state.clear()
+        for name, parameter in self.policy.parameters.items():
+            if f"{name}.step" not in arrays:
+                continue
+            state = {
+                field: torch.from_numpy(np.array(arrays[f"{name}.{field}"])) for field in _OPTIMIZER_FIELDS
+            }
+            # AdamW keeps its step counter on the host.
+            self._optimizer.state[parameter] = {
+                field: value if field == "step" else value.to(self.policy.device)
+                for field, value in state.items()
+            }
+
+    def generator_state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """(arrays, JSON values) of every random generator of this process."""
+        _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+        arrays = {"torch": torch.get_rng_state().numpy(), "numpy": np.asarray(keys)}
+        if self.policy.device.type == "cuda":
+            arrays["cuda"] = torch.cuda.get_rng_state(self.policy.device).numpy()
+        version, internal, next_gauss = random.getstate()
+        return arrays, {
+            "python": [version, list(internal), next_gauss],
+            "numpy": [int(position), int(has_gauss), float(gauss)],
+        }
+
+    def load_generator_state(self, arrays: Arrays, values: Mapping[str, Any]) -> None:
+        torch.set_rng_state(torch.from_numpy(np.array(arrays["torch"])))
+        if "cuda" in arrays and self.policy.device.type == "cuda":
+            torch.cuda.set_rng_state(torch.from_numpy(np.array(arrays["cuda"])), self.policy.device)
+        np.random.set_state(("MT19937", arrays["numpy"], *values["numpy"]))
+        version, internal, next_gauss = values["python"]
+        random.setstate((version, tuple(internal), next_gauss))

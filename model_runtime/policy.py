@@ -1,0 +1,237 @@
+"""The policy under training: a frozen causal language model and one LoRA adapter in float32."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from model_runtime.adapters import (
+    AdapterFiles,
+    Tensors,
+    check_adapter,
+    pack,
+    read_folder,
+    refuse_other_than_plain_lora,
+    refuse_unserved_modules,
+)
+from model_runtime.config import ModelConfig
+from model_runtime.documents import CanaryProbe
+from model_runtime.errors import ConfigError
+from model_runtime.losses import token_logprobs
+
+_CANARY_PROMPTS = 2
+_CANARY_PROMPT_TOKENS = 16
+_CANARY_TOKENS = 16
+
+
+class Policy:
+    """Computes exact logprobs of trained tokens and knows its adapter as PEFT's files.
+
+    Base dropout is off: the sampler has none either. Raises ConfigError for a model folder, a starting
+    adapter, or target modules that can't be used.
+    """
+
+    def __init__(self, model: ModelConfig, *, seed: int, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        base = _load_base(model)
+        torch.manual_seed(_adapter_seed(seed, model.model_id))
+        config, start = _lora_config(model)
+        try:
+            peft_model = get_peft_model(base, config)
+        except ValueError as error:
+            raise ConfigError(f"{model.model_id}.lora.target_modules: {error}") from error
+        lora_model: Any = peft_model.base_model
+        modules = sorted(lora_model.targeted_module_names)
+        _check_targets(model, modules)
+        self._config = _adapter_config(config, modules)
+        self._model: Any = lora_model.model.to(self.device).eval()
+        self._parameters = {
+            name.replace(".default", ""): parameter
+            for name, parameter in peft_model.named_parameters()
+            if parameter.requires_grad
+        }
+        self._selection: tuple[Tensor, Tensor] | None = None
+        self._model.get_output_embeddings().register_forward_pre_hook(self._keep_selected)
+        if start is not None:
+            self.load(start)
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The trained parameters by the names PEFT gives them on disk."""
+        return self._parameters
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.get_input_embeddings().num_embeddings
+
+    def logprobs(
+        self, input_ids_BL: Tensor, row_T: Tensor, position_T: Tensor, target_T: Tensor, temperature_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(logprob, entropy) of each target token, predicted at (row, position). See MicroBatch."""
+        logits_TV = self._logits(input_ids_BL, row_T, position_T)
+        return token_logprobs(logits_TV, target_T, temperature_T)
+
+    @torch.no_grad()
+    def next_token_logprobs(self, prompt_ids: Sequence[int]) -> np.ndarray:
+        """Logprobs of every token after the prompt, at temperature 1."""
+        input_ids = torch.tensor([list(prompt_ids)], device=self.device)
+        position = torch.tensor([len(prompt_ids) - 1], device=self.device)
+        logits_TV = self._logits(input_ids, torch.zeros_like(position), position)
+        return torch.log_softmax(logits_TV.float(), dim=-1)[0].cpu().numpy()
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """A copy of the adapter in host memory."""
+        return {name: p.detach().to("cpu", copy=True).numpy() for name, p in self._parameters.items()}
+
+    @torch.no_grad()
+    def load(self, tensors: Tensors) -> None:
+        """Replace the adapter's values. Raises ConfigError when names or shapes are not this adapter's."""
+        want = {name: tuple(p.shape) for name, p in self._parameters.items()}
+        got = {name: tuple(t.shape) for name, t in tensors.items()}
+        if want != got:
+            name = sorted(set(want.items()) ^ set(got.items()))[0][0]
+            raise ConfigError(
+                f"{name}: this adapter has shape {want.get(name)}, the stored one {got.get(name)}; "
+                "lora.rank and lora.target_modules can't change within a run"
+            )
+        for name, parameter in self._parameters.items():
+            parameter.copy_(torch.from_numpy(np.asarray(tensors[name])))
+
+    def adapter_files(self) -> AdapterFiles:
+        """The adapter as PEFT and vLLM read it."""
+        return pack(self.tensors(), self._config)
+
+    def _logits(self, input_ids_BL: Tensor, row_T: Tensor, position_T: Tensor) -> Tensor:
+        # The output head sees the selected hidden states only: logits of prompts and padding would be most
+        # of the work and memory. A hook rather than a call of the head itself, so that whatever the
+        # architecture does to its logits (scaling, soft caps) is done here too.
+        self._selection = (row_T, position_T)
+        try:
+            return self._model(input_ids=input_ids_BL, use_cache=False).logits[0]
+        finally:
+            self._selection = None
+
+    def _keep_selected(self, _head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
+        if self._selection is None:
+            return None
+        return (args[0][self._selection][None],)
+
+
+def make_canary(
+    policy: Policy, prompts: Sequence[Sequence[int]], *, previous: Tensors | None
+) -> list[CanaryProbe]:
+    """What the policy says after each prompt, for the tokens it and the version before find likeliest."""
+    current = policy.tensors()
+    now = [policy.next_token_logprobs(prompt) for prompt in prompts]
+    before: list[np.ndarray | None] = [None] * len(prompts)
+    if previous is not None:
+        policy.load(previous)
+        before = [policy.next_token_logprobs(prompt) for prompt in prompts]
+        policy.load(current)
+    return [_probe(*parts) for parts in zip(prompts, now, before, strict=True)]
+
+
+def _probe(prompt: Sequence[int], now: np.ndarray, before: np.ndarray | None) -> CanaryProbe:
+    ranked = [_top(now, _CANARY_TOKENS // 2 if before is not None else _CANARY_TOKENS)]
+    ranked += [] if before is None else [_top(before, _CANARY_TOKENS // 2)]
+    token_ids = list(dict.fromkeys(int(token) for tokens in ranked for token in tokens))
+    return CanaryProbe(
+        prompt_ids=list(prompt),
+        token_ids=token_ids,
+        logprobs=now[token_ids].tolist(),
+        previous_logprobs=None if before is None else before[token_ids].tolist(),
+    )
+
+
+def _top(logprobs: np.ndarray, count: int) -> np.ndarray:
+    return np.argsort(-logprobs, kind="stable")[:count]
+
+
+def canary_prompts(model_path: str, *, vocab_size: int) -> list[list[int]]:
+    """Fixed prompts of random tokens, the same for every version of a model; no special tokens."""
+    special, known = _tokenizer_ids(Path(model_path) / "tokenizer.json")
+    usable = np.setdiff1d(np.arange(min(vocab_size, known or vocab_size)), list(special))
+    rng = np.random.default_rng(0)
+    return rng.choice(usable, size=(_CANARY_PROMPTS, _CANARY_PROMPT_TOKENS)).tolist()
+
+
+def _tokenizer_ids(path: Path) -> tuple[set[int], int | None]:
+    """(ids of special and added tokens, size of the plain vocabulary). A model without the file has none."""
+    try:
+        tokenizer = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return set(), None
+    return {t["id"] for t in tokenizer.get("added_tokens", [])}, len(tokenizer["model"]["vocab"])
+
+
+def _load_base(model: ModelConfig) -> nn.Module:
+    path = Path(model.model_path)
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{model.model_id}.model_path: {path} holds no model (config.json is missing)")
+    try:
+        base = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, model.trainer.dtype), attn_implementation="sdpa", local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model.model_id}.model_path: {path} can't be loaded: {error}") from error
+    return base.requires_grad_(False)
+
+
+def _lora_config(model: ModelConfig) -> tuple[LoraConfig, Tensors | None]:
+    """The adapter's settings, and its values when the run starts from a given one."""
+    if model.adapter_path is None:
+        targets = model.lora.target_modules
+        alpha = int(model.lora.alpha) if model.lora.alpha.is_integer() else model.lora.alpha
+        config = LoraConfig(
+            r=model.lora.rank,
+            lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # PEFT takes any number
+            target_modules=targets,
+            task_type="CAUSAL_LM",
+        )
+        return config, None
+    start = check_adapter(read_folder(model.adapter_path), source=model.adapter_path)
+    config = LoraConfig.from_pretrained(model.adapter_path)
+    assert isinstance(config, LoraConfig)
+    if config.r != model.lora.rank:
+        raise ConfigError(
+            f"{model.model_id}.lora.rank is {model.lora.rank}, but the adapter in {model.adapter_path} "
+            f"has rank {config.r}: set lora.rank to that"
+        )
+    config.inference_mode, config.lora_dropout, config.task_type = False, 0.0, "CAUSAL_LM"
+    return config, start
+
+
+def _check_targets(model: ModelConfig, modules: Sequence[str]) -> None:
+    where = f"{model.model_id}.lora.target_modules"
+    refuse_unserved_modules(modules, source=where)
+    targets = model.lora.target_modules
+    if model.adapter_path is None and not isinstance(targets, str):
+        for target in targets:
+            if not any(module == target or module.endswith("." + target) for module in modules):
+                raise ConfigError(f"{where}: the model has no linear module {target!r}")
+
+
+def _adapter_config(config: LoraConfig, modules: Sequence[str]) -> dict[str, Any]:
+    """adapter_config.json with the targets spelled out: the same for every version and every process."""
+    settings = config.to_dict() | {
+        "target_modules": list(modules),
+        "inference_mode": True,
+        "peft_type": "LORA",
+    }
+    settings = {name: sorted(v) if isinstance(v, set) else v for name, v in settings.items()}
+    refuse_other_than_plain_lora(settings, source="lora")
+    return settings
+
+
+def _adapter_seed(seed: int, model_id: str) -> int:
+    """Each model draws its own adapter from the run's one seed."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{model_id}".encode()).digest()[:7], "big")

@@ -1,0 +1,451 @@
+"""The trainer process of one model: queue → batch → update → version → checkpoint, until told otherwise.
+
+`python -m model_runtime.trainer SPEC.json` (protocol.TrainerSpec). It never sees a request. It speaks with
+its runtime through the mailbox and with everybody else through the store:
+
+    batches/<step>.json   written before the update, so that a step is replayed and never made up anew
+    versions/v<k>/        every trigger_parameter_sync_step steps, at most one ahead of the published one
+    checkpoints/step-<n>/ weights, optimizer and what the queue has consumed, under one manifest
+
+Killed at any moment, it goes on from its last manifest: it replays the journaled batches and, on one CPU
+process, arrives at the same bytes. Exit code 0: ended well or stopped; 1: failed; 3: superseded.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from model_runtime.adapters import (
+    AdapterFiles,
+    Tensors,
+    check_adapter,
+    fetch_version,
+    latest_version,
+    next_free_version,
+    write_version,
+)
+from model_runtime.checkpoints import TrainingState, load_latest_checkpoint, save_checkpoint
+from model_runtime.config import parse_config
+from model_runtime.documents import BatchDocument, CanaryProbe, CheckpointDocument, VersionDocument
+from model_runtime.errors import (
+    ConfigError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    RepertoryError,
+    SupersededError,
+    TrainerError,
+)
+from model_runtime.layout import RunLayout, number_in
+from model_runtime.mailbox import TrainerMailbox
+from model_runtime.metrics import MetricsWriter
+from model_runtime.protocol import TrainerControl, TrainerSpec, TrainerState
+from model_runtime.store import open_store
+from model_runtime.training_queue import Batch, TrainingQueue
+
+if TYPE_CHECKING:
+    from model_runtime.learner import Learner
+
+POLL_S = 0.05  # between two looks at the mailbox while waiting
+MAX_QUEUE_POLL_S = 0.25  # between two looks at an idle log
+LOAD_S = 600.0  # the longest sign of life while the model loads
+WORK_S = 300.0  # … during one forward and backward pass, or one store operation
+REPLAY_WAIT_S = 60.0  # for the log to show what a journaled batch has read before
+NO_SIGNAL_BATCHES = 10  # batch-equivalents of groups without signal that end a model
+MAX_CANARY_PROMPT_TOKENS = 256
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class StopRequested(Exception):
+    """The runtime wants this process to end, or a signal came. Nothing is wrong."""
+
+
+class FullyAsyncTrainer:
+    """Trains one model's adapter from its log.
+
+    `stop` may be set from a signal handler; it is looked at between forward passes and while waiting.
+    """
+
+    def __init__(self, spec: TrainerSpec, mailbox: TrainerMailbox, *, stop: threading.Event) -> None:
+        config = parse_config(spec.config, source=f"spec of {spec.model_id}")
+        self._spec = spec
+        self._model = config.model(spec.model_id)
+        self._seed = config.seed
+        self._max_wait_s = config.workflow.group_timeout_s
+        self._mailbox = mailbox
+        self._stop = stop
+        self._store = open_store(config.store)
+        self._run = RunLayout(spec.run_id)
+        self._layout = self._run.model(spec.model_id)
+        self._control = TrainerControl()
+        self._step = 0
+        self._version = -1  # newest version of this line of training
+        self._version_step = 0  # the step it was committed after
+        self._newest_version = -1  # newest in the store; above `_version` while batches are replayed
+        self._version_tensors: Tensors | None = None
+        self._trained_prompt: list[int] | None = None  # the canary's; from the first batch on
+        self._checkpoint_step: int | None = None
+        self._journaled: set[int] = set()
+        self._poll_pause_s = POLL_S
+        self._next_poll = 0.0
+        self._timings: dict[str, float] = {}
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> TrainerState:
+        """Train until there is nothing left to do. Raises StopRequested when told to stop before that;
+        what is trained by then is saved."""
+        self._begin()
+        try:
+            return self._train()
+        except StopRequested:
+            if self._step != (self._checkpoint_step or 0):
+                self._save()
+            raise
+
+    def _train(self) -> TrainerState:
+        settings = self._model.async_training
+        while self._model.max_steps is None or self._step < self._model.max_steps:
+            began = time.monotonic()
+            batch = self._next_batch()
+            if isinstance(batch, str):
+                return self._finish(batch)
+            self._journal(batch)
+            waited = time.monotonic() - began
+            metrics = self._learner.update(batch.rows, step=batch.step, between_passes=self._obey)
+            self._consume(batch)
+            self._note(batch, metrics, waited_s=waited, step_s=time.monotonic() - began)
+            if self._step % settings.trigger_parameter_sync_step == 0:
+                self._commit()
+            if self._step % self._model.save_every == 0:
+                self._save()
+        return self._finish("finished")
+
+    def _finish(self, state: TrainerState) -> TrainerState:
+        if self._step > self._version_step:
+            self._commit()
+        if self._checkpoint_step != self._step:
+            self._save()
+        reason = (
+            f"{NO_SIGNAL_BATCHES} batches' worth of groups brought no signal" if state == "no_signal" else ""
+        )
+        self._report(state=state, reason=reason)
+        logger.info("%s: %s after step %d, version %d", self._spec.model_id, state, self._step, self._version)
+        return state
+
+    # ------------------------------------------------------------------ start and resume
+
+    def _begin(self) -> None:
+        self._mailbox.working(for_s=LOAD_S)
+        from model_runtime.learner import (
+            Learner,
+            prepare_torch,
+        )  # seconds of import: after the first heartbeat
+        from model_runtime.policy import canary_prompts
+
+        model_id, trainer = self._spec.model_id, self._model.trainer
+        device = prepare_torch(trainer, model_id=model_id, gpu_ids=self._spec.gpu_ids)
+        self._learner: Learner = Learner(self._model, seed=self._seed, device=device)
+        self._canary_prompts = canary_prompts(
+            self._model.model_path, vocab_size=self._learner.policy.vocab_size
+        )
+        resume = self._restore()
+        self._journaled = {number_in(name) for name in self._store.children(self._layout.batches())}
+        self._queue = TrainingQueue(
+            self._store, self._layout, self._model,
+            epoch=self._spec.epoch, resume=resume, max_wait_s=self._max_wait_s,
+        )  # fmt: skip
+        self._metrics = MetricsWriter(
+            self._store, self._layout, "steps",
+            epoch=self._spec.epoch, incarnation=self._spec.incarnation,
+        )  # fmt: skip
+        newest = latest_version(self._store, self._layout)
+        self._newest_version = -1 if newest is None else newest
+        self._report()
+        if self._version < 0:
+            self._commit()
+        self._report(state="running")
+
+    def _restore(self) -> CheckpointDocument | None:
+        checkpoint = load_latest_checkpoint(self._store, self._layout)
+        if checkpoint is None:
+            return None
+        document, state = checkpoint.document, checkpoint.state
+        if document.seed != self._seed:
+            raise ConfigError(f"seed is {self._seed}, but this run was trained with {document.seed} so far")
+        self._learner.policy.load(state.adapter)
+        self._learner.load_optimizer_state(state.optimizer)
+        self._learner.load_generator_state(state.generators, state.values["generators"])
+        self._step = self._checkpoint_step = document.step
+        self._version, self._version_step = document.version, state.values["version_step"]
+        self._trained_prompt = state.values["trained_prompt"]
+        self._version_tensors = self._tensors_of(document.version)
+        logger.info("%s: resumed at step %d, version %d", self._spec.model_id, self._step, self._version)
+        return document
+
+    def _tensors_of(self, version: int) -> Tensors | None:
+        """A version's adapter, to compare the next one with; None when it is no longer kept."""
+        try:
+            _, files = fetch_version(self._store, self._layout, version)
+        except ObjectNotFoundError:
+            return None
+        return check_adapter(files, source=self._store.uri(self._layout.version(version)))
+
+    # ------------------------------------------------------------------ batches
+
+    def _next_batch(self) -> Batch | TrainerState:
+        """The next step's batch, or the state in which training ends."""
+        step = self._step + 1
+        if step in self._journaled:
+            return self._replayed(step)
+        return self._wait(lambda: self._batch_or_end(step), reason="waiting for finished groups")
+
+    def _batch_or_end(self, step: int) -> Batch | TrainerState | None:
+        final = self._control.desired == "drain"  # read before polling: then the log is complete
+        self._poll_queue(at_once=final)
+        batch = self._queue.next_batch(
+            step,
+            published_version=self._control.published_version or 0,
+            training_version=self._version,
+            oldest_open_version=self._control.oldest_open_version,
+            final=final,
+        )
+        report = self._queue.report()
+        self._mailbox.report(queue=report, totals=self._queue.totals())
+        if batch is not None:
+            return batch
+        if final:
+            return "drained"
+        bound = NO_SIGNAL_BATCHES * self._model.batch_size * self._model.async_training.require_batches
+        return "no_signal" if report.closed_groups >= bound and not report.untrained_groups else None
+
+    def _replayed(self, step: int) -> Batch:
+        key = self._layout.batch(step)
+        document = BatchDocument.parse(self._store.get(key), source=self._store.uri(key))
+        deadline = time.monotonic() + REPLAY_WAIT_S
+
+        def poll() -> Batch | None:
+            self._poll_queue(at_once=True)
+            batch = self._queue.replay(document)
+            if batch is None and time.monotonic() > deadline:
+                raise TrainerError(
+                    f"{self._spec.model_id}: {self._store.uri(key)} was made from the log up to "
+                    f"{document.read_positions}, which the log no longer shows: it reads to "
+                    f"{self._queue.report().read_positions}"
+                )
+            return batch
+
+        return self._wait(poll, reason=f"replaying step {step}")
+
+    def _poll_queue(self, *, at_once: bool) -> None:
+        now = time.monotonic()
+        if not at_once and now < self._next_poll:
+            return
+        found = self._queue.poll()
+        self._poll_pause_s = POLL_S if found else min(2 * self._poll_pause_s, MAX_QUEUE_POLL_S)
+        self._next_poll = time.monotonic() + self._poll_pause_s
+
+    def _journal(self, batch: Batch) -> None:
+        """Make the batch durable before anything is trained on it."""
+        self._refuse_if_superseded()
+        if batch.step in self._journaled:
+            return
+        key = self._layout.batch(batch.step)
+        try:
+            self._store.put_if_absent(key, batch.document.to_bytes())
+        except ObjectExistsError as error:
+            self._refuse_if_superseded()
+            raise TrainerError(
+                f"{self._spec.model_id}: another trainer is at work on this model: {error}"
+            ) from error
+
+    def _consume(self, batch: Batch) -> None:
+        self._queue.consume(batch)
+        if self._control.published_version is not None:
+            self._queue.published(self._control.published_version)
+        self._step = batch.step
+        if self._trained_prompt is None and batch.rows:
+            prompt_ids = batch.rows[0].trajectory.prompt_ids
+            self._trained_prompt = prompt_ids[:MAX_CANARY_PROMPT_TOKENS].tolist()
+
+    # ------------------------------------------------------------------ versions and checkpoints
+
+    def _commit(self) -> None:
+        """Commit the adapter as the next version, once the one before it is published."""
+        self._wait(
+            self._publisher_has_caught_up, reason=f"waiting for v{self._newest_version} to be published"
+        )
+        began = time.monotonic()
+        self._refuse_if_superseded()
+        self._mailbox.working(for_s=WORK_S)
+        from model_runtime.policy import make_canary
+
+        policy = self._learner.policy
+        prompts = [*self._canary_prompts, *([self._trained_prompt] if self._trained_prompt else [])]
+        canary = make_canary(policy, prompts, previous=self._version_tensors)
+        document = self._write_version(policy.adapter_files(), canary)
+        self._version, self._version_step = document.version, self._step
+        self._newest_version = max(self._newest_version, self._version)
+        self._version_tensors = policy.tensors()
+        self._timings["timing_s/commit_version"] = time.monotonic() - began
+        self._report()
+        logger.info("%s: committed v%d after step %d", self._spec.model_id, self._version, self._step)
+
+    def _write_version(self, files: AdapterFiles, canary: Sequence[CanaryProbe]) -> VersionDocument:
+        write = partial(
+            write_version, self._store, self._layout, files,
+            step=self._step, epoch=self._spec.epoch, canary=canary,
+        )  # fmt: skip
+        try:
+            return write(version=self._version + 1)
+        except ObjectExistsError as error:
+            # A replay on hardware that doesn't repeat itself: that number is taken, and stays what it is.
+            logger.warning("%s; taking the next free number", error)
+            return write(version=next_free_version(self._store, self._layout))
+
+    def _publisher_has_caught_up(self) -> bool | None:
+        published = self._control.published_version
+        return True if self._newest_version <= (-1 if published is None else published) else None
+
+    def _save(self) -> None:
+        began = time.monotonic()
+        self._refuse_if_superseded()
+        self._mailbox.working(for_s=WORK_S)
+        arrays, generators = self._learner.generator_state()
+        state = TrainingState(
+            adapter=self._learner.policy.tensors(),
+            optimizer=self._learner.optimizer_state(),
+            generators=arrays,
+            values={
+                "generators": generators,
+                "version_step": self._version_step,
+                "trained_prompt": self._trained_prompt,
+            },
+        )
+        save_checkpoint(
+            self._store, self._layout, state,
+            step=self._step, epoch=self._spec.epoch, version=self._version,
+            seed=self._seed, progress=self._queue.progress(),
+        )  # fmt: skip
+        self._checkpoint_step = self._step
+        self._timings["timing_s/save_checkpoint"] = time.monotonic() - began
+        self._report()
+        logger.info("%s: checkpoint of step %d", self._spec.model_id, self._step)
+
+    # ------------------------------------------------------------------ orders, waits, reports
+
+    def _wait(self, poll: Callable[[], T | None], *, reason: str) -> T:
+        """Poll until there is something; every wait obeys orders and is visible in the status."""
+        while True:
+            self._obey()
+            found = poll()
+            if found is not None:
+                self._mailbox.report(state="running", reason="")
+                return found
+            self._mailbox.report(state="waiting", reason=reason)
+            self._stop.wait(POLL_S)
+
+    def _obey(self) -> None:
+        """Read the runtime's orders and give a sign of life. Raises StopRequested."""
+        self._mailbox.working(for_s=WORK_S)
+        control = self._mailbox.control()
+        if self._stop.is_set() or control.desired == "stop":
+            raise StopRequested
+        if (
+            control.published_version is not None
+            and control.published_version != self._control.published_version
+        ):
+            self._queue.published(control.published_version)
+            self._mailbox.report(queue=self._queue.report())
+        self._control = control
+
+    def _refuse_if_superseded(self) -> None:
+        """Nothing durable is written once a newer epoch leads the run."""
+        epochs = [number_in(n) for n in self._store.children(self._run.epochs()) if n.startswith("epoch-")]
+        newest = max(epochs, default=self._spec.epoch)
+        if newest > self._spec.epoch:
+            raise SupersededError(
+                f"run {self._spec.run_id}: epoch {newest} leads; the trainer of {self._spec.model_id} "
+                f"in epoch {self._spec.epoch} stops"
+            )
+
+    def _note(self, batch: Batch, metrics: dict[str, float], *, waited_s: float, step_s: float) -> None:
+        """Write the step's row and show it in the status."""
+        row = {
+            "training/global_step": float(batch.step),
+            "fully_async/count/current_param_version": float(self._version),
+            **batch.metrics,
+            **metrics,
+            **self._timings,
+            "timing_s/gen": waited_s,
+            "timing_s/update_actor": step_s - waited_s,
+            "timing_s/step": step_s,
+            "trainer/idle_ratio": waited_s / step_s,
+            "perf/time_per_step": step_s,
+            "perf/throughput": batch.metrics.get("batch/num_tokens", 0.0) / step_s,
+        }
+        self._timings = {}
+        self._mailbox.working(for_s=WORK_S)
+        identity = {"step": batch.step, "model_id": self._spec.model_id, "version": self._version}
+        self._metrics.append({**identity, "epoch": self._spec.epoch, "time": time.time(), **row})
+        self._report(last_metrics=row)
+
+    def _report(self, **changes: object) -> None:
+        max_steps = self._model.max_steps
+        self._mailbox.report(
+            step=self._step,
+            committed_version=None if self._newest_version < 0 else self._newest_version,
+            committed_step=None if self._version < 0 else self._version_step,
+            checkpoint_step=self._checkpoint_step,
+            steps_left=None if max_steps is None else max(0, max_steps - self._step),
+            queue=self._queue.report(),
+            totals=self._queue.totals(),
+            **changes,
+        )
+
+
+def run_trainer(spec: TrainerSpec, *, stop: threading.Event) -> int:
+    """Run one trainer to its end; the process's exit code."""
+    with TrainerMailbox(spec.mailbox) as mailbox:
+        try:
+            FullyAsyncTrainer(spec, mailbox, stop=stop).run()
+        except StopRequested:
+            mailbox.report(reason="stopped")
+        except SupersededError as error:
+            mailbox.report(state="failed", reason=str(error))
+            logger.warning("%s", error)
+            return 3
+        except RepertoryError as error:
+            mailbox.report(state="failed", reason=str(error))
+            logger.error("%s", error)
+            return 1
+        except BaseException as error:
+            mailbox.report(state="failed", reason=f"{type(error).__name__}: {error}")
+            raise
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) != 1:
+        print("usage: python -m model_runtime.trainer SPEC.json", file=sys.stderr)
+        return 2
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return run_trainer(TrainerSpec.model_validate_json(Path(argv[0]).read_bytes()), stop=stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
