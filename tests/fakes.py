@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from model_runtime.documents import TokenizerDocument
 from model_runtime.errors import ObjectExistsError
 from model_runtime.store import Store
 from model_runtime.types import MemberKey, Settlement, Trajectory, Turn, trajectory_id
@@ -289,3 +291,197 @@ def race_to_create(store: Store, key: str, *, num_threads: int = 8) -> list[int]
 
     with ThreadPoolExecutor(num_threads) as pool:
         return [i for i, won in enumerate(pool.map(create, range(num_threads))) if won]
+
+
+# ------------------------------------------------------------------ a rollout server and its tokenizer
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
+    "'<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHATML_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool>")
+
+
+def make_tokenizer(specials: Sequence[str] = CHATML_SPECIALS) -> Any:
+    """A byte-level BPE with a few merges; the special tokens have ids 0, 1, 2, …"""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(specials),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    corpus = ["hello world, what is the capital of France? the answer is user assistant system tool"] * 3
+    tokenizer.train_from_iterator(corpus, trainer)
+    return tokenizer
+
+
+def make_tokenizer_document(*, chat_template: str = CHATML, **overrides: Any) -> TokenizerDocument:
+    tokenizer = make_tokenizer()
+    fields: dict[str, Any] = {
+        "tokenizer_json": tokenizer.to_str(),
+        "chat_template": chat_template,
+        "special_tokens": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+        "eos_token_ids": [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")],
+        "vocab_size": tokenizer.get_vocab_size(),
+        "max_model_len": 2048,
+    }
+    return TokenizerDocument(**fields | overrides)
+
+
+class FakeRolloutServer:
+    """vLLM's token-level endpoint on a real port, in a thread of its own.
+
+    It answers `answers` in turn (the last one again and again) with made-up logprobs that depend on the
+    token's place, and keeps every request body. What it does wrong is set by its attributes.
+    """
+
+    def __init__(self, *, served: Sequence[str] | None = None) -> None:
+        self.tokenizer = make_tokenizer()
+        self.answers: list[str] = ["hello"]
+        self.served = None if served is None else set(served)  # None: any name
+        self.api_key = "fake-server-key"
+        self.requests: list[dict[str, Any]] = []
+        self.aborted: list[str] = []  # request ids whose connection was closed by the client
+        self.fail_next: list[int | str] = []  # an HTTP status, "drop" or "abort"
+        self.delay_s = 0.0
+        self.finish_reason = "stop"
+        self.url = ""
+        self._num_answers = 0
+
+    def logprobs(self, count: int) -> list[float]:
+        return [-0.125 * (i % 7 + 1) for i in range(count)]
+
+    def answer_ids(self, text: str) -> list[int]:
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return [*ids, self.tokenizer.token_to_id("<|im_end|>")] if self.finish_reason == "stop" else ids
+
+    @contextmanager
+    def running(self) -> Iterator[FakeRolloutServer]:
+        with aiohttp_server(self._app) as url:
+            self.url = url
+            yield self
+
+    def _app(self) -> Any:
+        from aiohttp import web
+
+        app = web.Application(client_max_size=64 * 2**20)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        return app
+
+    async def _generate(self, request: Any) -> Any:
+        from aiohttp import web
+
+        body = await request.json()
+        if request.headers.get("Authorization") != f"Bearer {self.api_key}":
+            return web.json_response({"error": {"message": "wrong key"}}, status=401)
+        self.requests.append(body)
+        try:
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            self.aborted.append(body["request_id"])
+            raise
+        failure = self.fail_next.pop(0) if self.fail_next else None
+        if failure == "drop":
+            request.transport.abort()
+            return web.Response()
+        if isinstance(failure, int):
+            return web.json_response({"error": {"message": f"refused with {failure}"}}, status=failure)
+        if self.served is not None and body["model"] not in self.served:
+            return web.json_response({"error": {"message": f"no model {body['model']}"}}, status=404)
+        return web.json_response(self._answer(body, aborted=failure == "abort"))
+
+    def _answer(self, body: dict[str, Any], *, aborted: bool) -> dict[str, Any]:
+        text = self.answers[min(self._num_answers, len(self.answers) - 1)]
+        self._num_answers += 1
+        limit = body["sampling_params"]["max_tokens"]
+        whole = self.answer_ids(text)
+        ids = whole[:limit]
+        content = [
+            {"token_id": id_, "logprob": logprob, "rank": 1, "top_logprobs": []}
+            for id_, logprob in zip(ids, self.logprobs(len(ids)), strict=True)
+        ]
+        reason = "abort" if aborted else "length" if len(whole) > limit else self.finish_reason
+        choice = {"index": 0, "finish_reason": reason, "token_ids": ids, "logprobs": {"content": content}}
+        prompt, completion = len(body["token_ids"]), len(ids)
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        return {
+            "request_id": f"generate-tokens-{body['request_id']}",
+            "model": body["model"],
+            "created": 0,
+            "choices": [choice],
+            "usage": usage,
+        }
+
+
+@contextmanager
+def aiohttp_server(make_app: Callable[[], Any]) -> Iterator[str]:
+    """An aiohttp application on a free loopback port, in a thread of its own; yields its URL. Handlers are
+    cancelled when their client hangs up."""
+    from aiohttp import web
+
+    loop = asyncio.new_event_loop()
+    address: dict[str, Any] = {}
+    up, stop = threading.Event(), asyncio.Event()
+
+    async def main() -> None:
+        runner = web.AppRunner(make_app(), handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        address["port"] = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        up.set()
+        await stop.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(main()), daemon=True)
+    thread.start()
+    assert up.wait(10), "the fake server did not start"
+    try:
+        yield f"http://127.0.0.1:{address['port']}"
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()
+
+
+class LiveServer:
+    """An ASGI application on a real port in a thread of its own, as users run it."""
+
+    def __init__(self, app: Any) -> None:
+        import uvicorn
+
+        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False)
+        self._server = uvicorn.Server(config)
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_until_complete(self._server.serve())
+
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        self._thread.start()
+        deadline = time.monotonic() + 10
+        while not self._server.started:
+            assert self._thread.is_alive(), "the server did not start"
+            assert time.monotonic() < deadline, "the server did not start in time"
+            time.sleep(0.01)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            self._server.should_exit = True
+            self._thread.join(15)
+            self.loop.close()

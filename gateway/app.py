@@ -1,0 +1,277 @@
+"""The gateway: its parts wired together, and the HTTP application around them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import SecretStr
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from gateway.admission import GroupAdmission
+from gateway.bindings import GatewayBindingRegistry, ModelBinding
+from gateway.ingestor import TrajectoryIngestor
+from gateway.metrics import GatewayMetrics
+from gateway.responses import error_response
+from gateway.route_table import AgentModelRouteTable
+from gateway.router import MultiModelGatewayRouter
+from gateway.routes import admin as admin_routes
+from gateway.routes import openai as openai_routes
+from gateway.routes import sessions as session_routes
+from gateway.sessions import SessionRegistry
+from model_runtime.config import RunConfig
+from model_runtime.documents import DesiredDocument, DesiredState
+from model_runtime.errors import ModelNotReadyError, RepertoryError, StoreError, SupersededError
+from model_runtime.layout import RunLayout, number_in, writer_id
+from model_runtime.protocol import (
+    DesiredRequest,
+    GatewayStatus,
+    GroupAnswer,
+    GroupRequest,
+    ModelRenewal,
+    ModelStatus,
+    RenewalAnswer,
+)
+from model_runtime.store import Store
+
+logger = logging.getLogger(__name__)
+
+SWEEP_INTERVAL_S = 0.5
+EPOCH_CHECK_INTERVAL_S = 3.0
+# Of the 10 s a stopping gateway may take: what the ingestor gets to make finalized work durable.
+FLUSH_TIMEOUT_S = 4.0
+
+_STATE_ORDER: dict[str, int] = {"run": 0, "drain": 1, "stop": 2}
+
+
+class Gateway:
+    """One life of a run's gateway: parts, background loops, and the control operations over them."""
+
+    def __init__(
+        self, config: RunConfig, *, run_id: str, store: Store, epoch: int, incarnation: int, admin_key: str
+    ) -> None:
+        self.config = config
+        self.run_id = run_id
+        self.epoch = epoch
+        self.admin_key = admin_key
+        self.started_at = time.time()
+        self.desired: DesiredState = "run"
+        self.stopping = asyncio.Event()
+        self.superseded: SupersededError | None = None
+        self._store = store
+        self._layout = RunLayout(run_id)
+        self._writer = writer_id(epoch, incarnation)
+        self._background: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Raises SupersededError if a newer epoch leads the run."""
+        await self.check_epoch()
+        config, models = self.config, [m.model_id for m in self.config.models]
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self.routes = AgentModelRouteTable(config.agent_to_model)
+        self.metrics = GatewayMetrics(models)
+        self.bindings = GatewayBindingRegistry(
+            models, store=self._store, lease_s=config.gateway.lease_s, http=self._http
+        )
+        self.admission = GroupAdmission(config, writer=self._writer)
+        trainable = [m.model_id for m in config.trainable_models]
+        self.ingestor = TrajectoryIngestor(
+            self._store, self._layout, writer=self._writer, trainable_models=trainable, config=config.gateway
+        )
+        self.sessions = SessionRegistry(
+            run_id=self.run_id,
+            routes=self.routes,
+            admission=self.admission,
+            ingestor=self.ingestor,
+            metrics=self.metrics,
+            default_sampling={"temperature": config.workflow.temperature},
+            default_timeout_s=config.workflow.execution_timeout_s,
+        )
+        self.router = MultiModelGatewayRouter(
+            config, routes=self.routes, bindings=self.bindings, metrics=self.metrics
+        )
+        await self.ingestor.start()
+        await self._read_desired()
+        self._background = [
+            asyncio.create_task(self._sweep_forever(), name="gateway sweep"),
+            asyncio.create_task(self._watch_epoch(), name="gateway epoch watch"),
+        ]
+
+    async def close(self) -> None:
+        """Flush what is finalized and let go of everything. Open sessions end with this process."""
+        self.stopping.set()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        for session in self.sessions:
+            await session.calls.stop_all()
+        try:
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                await self.ingestor.close()
+        except (TimeoutError, StoreError) as error:
+            logger.error("finalized work could not be flushed within %g s: %s", FLUSH_TIMEOUT_S, error)
+        await self.bindings.close()
+        await self._http.close()
+
+    # -------------------------------------------------------------- control operations
+
+    async def open_group(self, request: GroupRequest) -> GroupAnswer:
+        """Raises ModelNotReadyError (503, to be asked again) when this gateway stops meanwhile."""
+        opening = asyncio.ensure_future(self.admission.open(request))
+        stopping = asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if opening.done():
+                return opening.result()
+            raise ModelNotReadyError("the gateway is stopping; ask again")
+        finally:
+            opening.cancel()
+            stopping.cancel()
+
+    def renew(self, renewal: ModelRenewal) -> RenewalAnswer:
+        """Take a runtime's renewal in and say what it is to do."""
+        superseded = renewal.epoch < self.epoch or not self.bindings.renew(renewal)
+        binding = self.bindings.get(renewal.model_id)
+        if not superseded:
+            self.admission.observe(renewal)
+        return RenewalAnswer(
+            desired="stop" if superseded else self.desired,
+            epoch=self.epoch,
+            superseded=superseded,
+            oldest_open_version=self._oldest_open_version(binding),
+            inflight_versions=dict(binding.inflight_versions),
+        )
+
+    def set_desired(self, request: DesiredRequest) -> DesiredRequest:
+        """`stop` is sticky, and a drain is not undone."""
+        if _STATE_ORDER[request.state] >= _STATE_ORDER[self.desired]:
+            if request.state != self.desired:
+                logger.info("the run is to %s: %s", request.state, request.reason or "no reason given")
+            self.desired = request.state
+        if self.desired != "run":
+            self.admission.end()
+        return DesiredRequest(state=self.desired, reason=request.reason)
+
+    def status(self) -> GatewayStatus:
+        return GatewayStatus(
+            run_id=self.run_id,
+            epoch=self.epoch,
+            desired=self.desired,
+            models={binding.model_id: self._model_status(binding) for binding in self.bindings},
+            open_groups=self.admission.num_open,
+            waiting_groups=self.admission.num_waiting,
+            open_sessions=len(self.sessions),
+            settlements=dict(self.metrics.settlements),
+            agent_rewards={agent: tally.summary() for agent, tally in self.metrics.rewards.items()},
+        )
+
+    async def check_epoch(self) -> None:
+        """Raises SupersededError if the store holds a higher epoch than this gateway's."""
+        names = await asyncio.to_thread(self._store.children, self._layout.epochs())
+        newest = max((number_in(name) for name in names if name.startswith("epoch-")), default=self.epoch)
+        if newest > self.epoch:
+            raise SupersededError(
+                f"run {self.run_id} is led by epoch {newest}; this gateway is of {self.epoch}"
+            )
+
+    # -------------------------------------------------------------- inside
+
+    def _oldest_open_version(self, binding: ModelBinding) -> int | None:
+        versions = [*binding.inflight_versions]
+        recorded = self.sessions.oldest_open_version(binding.model_id)
+        return min([*versions, *([] if recorded is None else [recorded])], default=None)
+
+    def _model_status(self, binding: ModelBinding) -> ModelStatus:
+        tally, renewal = self.metrics.models[binding.model_id], binding.renewal
+        return ModelStatus(
+            model_id=binding.model_id,
+            ready=self.bindings.is_ready(binding.model_id),
+            age_s=self.bindings.age_s(binding.model_id),
+            renewal=None if renewal is None else _masked(renewal),
+            used=self.admission.used(binding.model_id),
+            waiting_requests=binding.waiting,
+            running_requests=binding.running,
+            finalized_rows=tally.finalized_rows,
+            sampled_tokens=tally.sampled_tokens,
+            tokens_per_s=self.metrics.tokens_per_s(binding.model_id),
+        )
+
+    async def _read_desired(self) -> None:
+        """What the parent of this epoch last asked for: it may not know that the gateway starts anew."""
+        names = await asyncio.to_thread(self._store.children, self._layout.epochs())
+        for seq in sorted(number_in(name) for name in names if name.startswith("desired-")):
+            key = self._layout.desired(seq)
+            document = DesiredDocument.parse(await asyncio.to_thread(self._store.get, key), source=key)
+            if document.epoch == self.epoch:
+                self.set_desired(DesiredRequest(state=document.state, reason=document.reason))
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            for model_id in self.bindings.newly_lost():
+                logger.warning("the lease of model %r ran out", model_id)
+                self.admission.lease_lost(model_id)
+            await self.sessions.sweep()
+
+    async def _watch_epoch(self) -> None:
+        while True:
+            await asyncio.sleep(EPOCH_CHECK_INTERVAL_S)
+            try:
+                await self.check_epoch()
+            except SupersededError as error:
+                self.superseded = error
+                self.stopping.set()
+                return
+            except StoreError as error:
+                logger.warning("the run's epoch can't be read: %s", error)
+
+
+def _masked(renewal: ModelRenewal) -> ModelRenewal:
+    hidden = [r.model_copy(update={"api_key": SecretStr("***")}) for r in renewal.replicas]
+    return renewal.model_copy(update={"replicas": hidden})
+
+
+def create_app(gateway: Gateway) -> FastAPI:
+    """The HTTP application; starts and closes the gateway with itself."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await gateway.start()
+        try:
+            yield
+        finally:
+            await gateway.close()
+
+    app = FastAPI(title="Repertory gateway", lifespan=lifespan)
+    app.state.gateway = gateway
+    openai_routes.add_routes(app)
+    app.include_router(session_routes.router)
+    app.include_router(admin_routes.router)
+    for kind in (RepertoryError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    _document_hot_routes(app)
+    return app
+
+
+async def _answer_error(_: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+def _document_hot_routes(app: FastAPI) -> None:
+    """Add the routes that FastAPI does not see to its OpenAPI document."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        document["paths"].update(openai_routes.openapi_paths())
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,116 @@
+"""One generation for one model call, however often a client asks for it.
+
+A client whose connection broke, or whose patience ran out, sends the same request again. The second request
+joins the first while it runs and is answered from the record just after. The generation is cancelled once
+nobody waits for it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from model_runtime.errors import ConflictError, InvalidRequestError
+
+Reply = TypeVar("Reply")
+
+REMEMBERED_FOR_S = 30.0
+MAX_REMEMBERED = 32
+
+
+@dataclass(frozen=True, slots=True)
+class CallIdentity:
+    """What makes two requests the same call.
+
+    `key` is the client's Idempotency-Key, or the agent and the body. `fresh` requests say of themselves
+    that they are no repetition: two of them with one body are two samples."""
+
+    key: str
+    body_digest: bytes
+    fresh: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Call(Generic[Reply]):
+    task: asyncio.Task[Reply]
+    body_digest: bytes
+    waiters: int = 0
+    finished_at: float | None = None
+
+
+class CallLedger(Generic[Reply]):
+    """The calls of one session that run or just finished. Failures are not remembered."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._calls: OrderedDict[str, _Call[Reply]] = OrderedDict()
+        self._running: set[asyncio.Task[Reply]] = set()
+        self.num_joined = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def run(self, identity: CallIdentity, start: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply:
+        """The reply of this call, started only if it neither runs nor has just finished.
+
+        Raises what the call raised; ConflictError if it was stopped because its session ended."""
+        self._forget_old()
+        call = None if identity.fresh else self._calls.get(identity.key)
+        if call is None:
+            call = self._start(identity, start)
+        elif call.body_digest != identity.body_digest:
+            raise InvalidRequestError(
+                "this Idempotency-Key was used with another request", param="Idempotency-Key"
+            )
+        else:
+            self.num_joined += 1
+        return await self._wait(call)
+
+    async def stop_all(self) -> None:
+        """Cancel what runs and wait until it has let go of its reservations."""
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _start(self, identity: CallIdentity, start: Callable[[], Coroutine[Any, Any, Reply]]) -> _Call[Reply]:
+        call = _Call(asyncio.create_task(start()), identity.body_digest)
+        self._calls[identity.key] = call
+        self._calls.move_to_end(identity.key)
+        self._running.add(call.task)
+        call.task.add_done_callback(lambda task: self._finished(identity.key, call, task))
+        return call
+
+    async def _wait(self, call: _Call[Reply]) -> Reply:
+        call.waiters += 1
+        try:
+            return await asyncio.shield(call.task)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if call.task.cancelled() and not (caller and caller.cancelling()):
+                raise ConflictError("the session ended while this call was running") from None
+            raise
+        finally:
+            call.waiters -= 1
+            if not call.waiters and not call.task.done():
+                call.task.cancel()
+
+    def _finished(self, key: str, call: _Call[Reply], task: asyncio.Task[Reply]) -> None:
+        self._running.discard(task)
+        call.finished_at = self._clock()
+        failed = task.cancelled() or task.exception() is not None
+        if failed and self._calls.get(key) is call:
+            del self._calls[key]
+
+    def _forget_old(self) -> None:
+        now = self._clock()
+        for key, call in list(self._calls.items()):
+            if call.finished_at is None:
+                continue
+            if now - call.finished_at > REMEMBERED_FOR_S or len(self._calls) > MAX_REMEMBERED:
+                del self._calls[key]

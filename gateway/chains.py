@@ -1,0 +1,273 @@
+"""What one agent's conversations were, token by token.
+
+A *chain* is one linear conversation: a rendered prompt, then turns the policy sampled (mask 1) with context
+between them (mask 0). It grows only by whole, successful turns; while one is being generated the chain is
+reserved, and a failed or cancelled generation leaves it as it was. Sampled ids are kept as they came and are
+never made from text again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from gateway.codec import TextMark
+from model_runtime.errors import InvalidTrajectoryError
+from model_runtime.types import Float32Array, Int32Array, MemberKey, Rewards, Trajectory, Turn, trajectory_id
+
+Message = dict[str, Any]
+Digest = bytes
+
+# The rollout servers run with this setting: logprobs of the distribution the token was drawn from.
+LOGPROBS_MODE = "processed_logprobs"
+
+
+class ConversationKey:
+    """Rolling digests of a conversation: `digests[k]` identifies messages 0 … k by role, content and name."""
+
+    __slots__ = ("_rolling", "digests")
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self._rolling = hashlib.blake2b(digest_size=16)
+        self.digests: list[Digest] = []
+        for message in messages:
+            self._rolling.update(_canonical(message))
+            self.digests.append(self._rolling.digest())
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+    def with_answer(self, content: str) -> Digest:
+        """The digest of this conversation and the assistant's answer to it."""
+        extended = self._rolling.copy()
+        extended.update(_canonical({"role": "assistant", "content": content}))
+        return extended.digest()
+
+
+def _canonical(message: Message) -> bytes:
+    return msgspec.json.encode([message["role"], message["content"], message.get("name")])
+
+
+@dataclass(slots=True)
+class TokenBuffer:
+    """Arrays of one length that grow together: 13 bytes a token."""
+
+    ids: array = field(default_factory=lambda: array("i"))
+    mask: array = field(default_factory=lambda: array("b"))
+    logprobs: array = field(default_factory=lambda: array("f"))
+    versions: array = field(default_factory=lambda: array("i"))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def append_context(self, ids: Int32Array) -> None:
+        count = len(ids)
+        self.ids.frombytes(ids.tobytes())
+        self.mask.frombytes(bytes(count))
+        self.logprobs.frombytes(bytes(4 * count))
+        self.versions.frombytes(np.full(count, -1, dtype=np.int32).tobytes())
+
+    def append_sampled(self, ids: Int32Array, logprobs: Float32Array, version: int) -> None:
+        self.ids.frombytes(ids.tobytes())
+        self.mask.frombytes(b"\x01" * len(ids))
+        self.logprobs.frombytes(logprobs.tobytes())
+        self.versions.frombytes(np.full(len(ids), version, dtype=np.int32).tobytes())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampledTurn:
+    """One successful generation and what came before it in its chain."""
+
+    context_ids: Int32Array  # the whole prompt of a new chain, else what follows the chain's own ids
+    token_ids: Int32Array
+    logprobs: Float32Array
+    version: int
+    request_id: str
+    finish_reason: str
+    temperature: float
+    top_p: float
+    top_k: int
+    started_at: float
+    ended_at: float
+
+
+@dataclass(slots=True, eq=False)
+class Chain:
+    """One linear conversation of one agent. `index` is given at the first committed turn."""
+
+    index: int | None = None
+    tip: Digest = b""  # of the conversation up to and including the last answer
+    num_messages: int = 0
+    mark: TextMark | None = None  # of the text the last answer was sampled after
+    prompt_ids: array = field(default_factory=lambda: array("i"))
+    response: TokenBuffer = field(default_factory=TokenBuffer)
+    turns: list[Turn] = field(default_factory=list)
+    reserved: bool = False
+    updated_at: int = 0
+    created_at: float = field(default_factory=time.time)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.response)
+
+    @property
+    def last_id(self) -> int:
+        return self.response.ids[-1] if len(self.response) else -1
+
+    def token_ids(self) -> list[int]:
+        """What the server was given and gave, so far."""
+        return self.prompt_ids.tolist() + self.response.ids.tolist()
+
+    @property
+    def version_min(self) -> int:
+        return min(turn.version_min for turn in self.turns)
+
+    @property
+    def version_max(self) -> int:
+        return max(turn.version_max for turn in self.turns)
+
+
+class AgentChains:
+    """All chains of one agent in one session, in the order of their first turns."""
+
+    def __init__(self, agent_id: str, model_id: str) -> None:
+        self.agent_id = agent_id
+        self.model_id = model_id
+        self.chains: list[Chain] = []
+        self.num_breaks = 0
+        self._commits = 0
+
+    def longest_prefix(self, key: ConversationKey) -> Chain | None:
+        """The free chain that holds most of this conversation's beginning; the newest among equals."""
+        fitting = [
+            chain
+            for chain in self.chains
+            if not chain.reserved
+            and chain.num_messages < len(key)
+            and key.digests[chain.num_messages - 1] == chain.tip
+        ]
+        return max(fitting, key=lambda chain: (chain.num_messages, chain.updated_at), default=None)
+
+    def commit(
+        self, chain: Chain, turn: SampledTurn, *, key: ConversationKey, answer: str, mark: TextMark
+    ) -> None:
+        """Append a turn. `key` is the request's conversation, `answer` the text given back for it: together
+        they recognise the agent's next request."""
+        if chain.index is None:
+            chain.index = len(self.chains)
+            self.chains.append(chain)
+            chain.prompt_ids.frombytes(turn.context_ids.tobytes())
+        else:
+            chain.response.append_context(turn.context_ids)
+        start = len(chain.response)
+        chain.response.append_sampled(turn.token_ids, turn.logprobs, turn.version)
+        chain.turns.append(_turn(turn, index=len(chain.turns), start=start, end=len(chain.response)))
+        self._commits += 1
+        chain.updated_at = self._commits
+        chain.num_messages = len(key) + 1
+        chain.mark = mark
+        chain.tip = key.with_answer(answer)
+
+    def version_range(self) -> tuple[int, int] | None:
+        """(oldest, newest) version that sampled for this agent."""
+        if not self.chains:
+            return None
+        return min(c.version_min for c in self.chains), max(c.version_max for c in self.chains)
+
+
+def _turn(turn: SampledTurn, *, index: int, start: int, end: int) -> Turn:
+    return Turn(
+        turn_index=index,
+        start=start,
+        end=end,
+        request_id=turn.request_id,
+        version_min=turn.version,
+        version_max=turn.version,
+        finish_reason=turn.finish_reason,
+        temperature=turn.temperature,
+        top_p=turn.top_p,
+        top_k=turn.top_k,
+        logprobs_mode=LOGPROBS_MODE,
+        rewards={},
+        started_at=turn.started_at,
+        ended_at=turn.ended_at,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionRecord:
+    """What the trajectories of one execution have in common."""
+
+    run_id: str
+    member: MemberKey
+    session_id: str
+    train: Mapping[str, bool]  # model_id → its rows may be trained
+    workflow_rewards: Rewards
+    agent_rewards: Mapping[str, Rewards]
+    turn_rewards: Mapping[str, Rewards]  # request_id → rewards
+
+
+def materialise(
+    agents: Iterable[AgentChains], execution: ExecutionRecord
+) -> tuple[list[Trajectory], list[InvalidTrajectoryError]]:
+    """One trajectory per chain. A chain that breaks an invariant is refused, never its neighbours."""
+    agents = list(agents)
+    versions = _versions_by_model(agents)
+    trajectories: list[Trajectory] = []
+    refused: list[InvalidTrajectoryError] = []
+    for owner in agents:
+        partners = {model: span for model, span in versions.items() if model != owner.model_id}
+        for chain in owner.chains:
+            try:
+                trajectories.append(_trajectory(owner, chain, execution, partners))
+            except InvalidTrajectoryError as error:
+                refused.append(error)
+    return trajectories, refused
+
+
+def _versions_by_model(agents: Sequence[AgentChains]) -> dict[str, tuple[int, int]]:
+    spans: dict[str, tuple[int, int]] = {}
+    for owner in agents:
+        span = owner.version_range()
+        if span is not None:
+            low, high = spans.get(owner.model_id, span)
+            spans[owner.model_id] = (min(low, span[0]), max(high, span[1]))
+    return spans
+
+
+def _trajectory(
+    owner: AgentChains, chain: Chain, execution: ExecutionRecord, partners: Mapping[str, tuple[int, int]]
+) -> Trajectory:
+    assert chain.index is not None, "a chain is listed only once it has a turn"
+    turns = tuple(replace(t, rewards=execution.turn_rewards.get(t.request_id, {})) for t in chain.turns)
+    return Trajectory(
+        trajectory_id=trajectory_id(execution.run_id, execution.member, owner.agent_id, chain.index),
+        run_id=execution.run_id,
+        member=execution.member,
+        session_id=execution.session_id,
+        agent_id=owner.agent_id,
+        model_id=owner.model_id,
+        chain_index=chain.index,
+        parent_trajectory_id=None,
+        request_id=turns[-1].request_id,
+        policy_version=chain.version_min,
+        policy_version_max=chain.version_max,
+        partner_versions=partners,
+        prompt_ids=np.array(chain.prompt_ids, dtype=np.int32),
+        response_ids=np.array(chain.response.ids, dtype=np.int32),
+        response_mask=np.array(chain.response.mask, dtype=np.int8),
+        behavior_logprobs=np.array(chain.response.logprobs, dtype=np.float32),
+        token_versions=np.array(chain.response.versions, dtype=np.int32),
+        turns=turns,
+        workflow_rewards=execution.workflow_rewards,
+        agent_rewards=execution.agent_rewards.get(owner.agent_id, {}),
+        train=execution.train.get(owner.model_id, False),
+        created_at=chain.created_at,
+    )

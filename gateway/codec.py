@@ -1,0 +1,266 @@
+"""Messages to token ids and back, with a model's own tokenizer and chat template.
+
+Templates are compiled the way transformers compiles them, so that the ids equal `apply_chat_template`'s;
+transformers itself stays out of this process.
+
+A conversation goes on by *splicing*: the ids sampled so far stay as they are and only the text the template
+puts after the last answer is encoded. `ChatCodec.render` proves for each continuation that the template
+would have written the earlier text unchanged; where it would not (a reasoning model that drops earlier
+thoughts), there is nothing to splice onto.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import numpy as np
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from model_runtime.documents import TokenizerDocument
+from model_runtime.errors import CorruptObjectError, InvalidRequestError
+from model_runtime.types import Int32Array
+
+Message = dict[str, Any]
+
+# Encoding costs about 1 µs a token. Above this many characters it leaves the event loop's thread.
+OFF_LOOP_CHARS = 4000
+
+# Assistant answers that templates are known to rewrite when they render them as history.
+_PROBES = ("plain", "<think>\nwhy\n</think>\n\nplain", " led by a space", "two\nlines\n")
+
+
+@dataclass(frozen=True, slots=True)
+class TextMark:
+    """What is remembered of a rendered conversation, to tell later whether another begins with it."""
+
+    num_chars: int
+    digest: int
+
+    @classmethod
+    def of(cls, text: str) -> TextMark:
+        return cls(len(text), hash(text))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RenderedPrompt:
+    """Ids of a conversation up to where the assistant speaks next.
+
+    For a continuation: only the ids that follow the chain's own."""
+
+    ids: Int32Array
+    mark: TextMark  # of the whole conversation's text
+
+
+class ChatCodec:
+    """Renders, splices and decodes for one model."""
+
+    def __init__(self, document: TokenizerDocument, *, source: str = "tokenizer document") -> None:
+        try:
+            self._tokenizer = Tokenizer.from_str(document.tokenizer_json)
+        except Exception as error:  # the library raises nothing narrower
+            raise CorruptObjectError(f"{source}: tokenizer_json can't be loaded: {error}") from error
+        # tokenizer.json may carry both; transformers switches them off for a single conversation.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        try:
+            self._template = _environment().from_string(document.chat_template)
+        except jinja2.TemplateError as error:
+            raise CorruptObjectError(f"{source}: chat_template can't be compiled: {error}") from error
+        self._special_tokens = document.special_tokens
+        self._special_ids = {
+            token.content: id_
+            for id_, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._sentinel = f"[[answer-{secrets.token_hex(12)}]]"
+        self.eos_token_ids = tuple(document.eos_token_ids)
+        self.max_model_len = document.max_model_len
+        self.splice_problem = self._probe_splicing()
+
+    # -------------------------------------------------------------- rendering
+
+    def render_text(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """The template's text. Raises InvalidRequestError where the template refuses the messages."""
+        try:
+            return self._template.render(
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise InvalidRequestError(
+                f"the chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+    def encode(self, text: str) -> Int32Array:
+        """Ids of a text the template wrote; no special tokens are added to those in it."""
+        # The batch call, unlike the single one, lets other threads run.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.asarray(encoding.ids, dtype=np.int32)
+
+    def render_prompt(self, messages: Sequence[Message]) -> RenderedPrompt:
+        """The whole conversation, for the start of a chain."""
+        text = self.render_text(messages)
+        return RenderedPrompt(self.encode(text), TextMark.of(text))
+
+    def render_continuation(
+        self,
+        messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        *,
+        last_id: int,
+        before: TextMark | None = None,
+    ) -> RenderedPrompt | None:
+        """The ids that follow a chain whose last sampled id is `last_id`.
+
+        `messages` ends with the assistant's answer; `before` marks the text that answer was sampled after.
+        None: the template does not write the earlier text unchanged, so the chain can't be continued.
+        """
+        whole = self.render_text([*messages, *new_messages])
+        tail = self._text_after_answer(messages, new_messages, whole=whole, before=before)
+        if tail is None:
+            return None
+        ids = self.encode(tail)
+        # The end-of-turn token the model sampled is already in the chain; a turn cut by length has none.
+        if len(ids) and last_id in self.eos_token_ids and ids[0] == last_id:
+            ids = ids[1:]
+        return RenderedPrompt(ids, TextMark.of(whole))
+
+    async def prompt(self, messages: Sequence[Message]) -> RenderedPrompt:
+        """`render_prompt`, off the event loop's thread when it is long."""
+        if _num_chars(messages) > OFF_LOOP_CHARS:
+            return await asyncio.to_thread(self.render_prompt, messages)
+        return self.render_prompt(messages)
+
+    async def continuation(
+        self, messages: Sequence[Message], new_messages: Sequence[Message], *, last_id: int, before: TextMark
+    ) -> RenderedPrompt | None:
+        """`render_continuation`, off the event loop's thread when it is long."""
+        if _num_chars(messages) + _num_chars(new_messages) > OFF_LOOP_CHARS:
+            return await asyncio.to_thread(
+                self.render_continuation, messages, new_messages, last_id=last_id, before=before
+            )
+        return self.render_continuation(messages, new_messages, last_id=last_id, before=before)
+
+    # -------------------------------------------------------------- decoding
+
+    def decode(self, ids: Sequence[int] | Int32Array) -> str:
+        """The text, without special tokens."""
+        return self._tokenizer.decode(_plain(ids), skip_special_tokens=True)
+
+    def token_texts(self, ids: Sequence[int] | Int32Array) -> list[str]:
+        """Each id's own text, special tokens included."""
+        return self._tokenizer.decode_batch([[id_] for id_ in _plain(ids)], skip_special_tokens=False)
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of the special token that reads `text`, if there is one."""
+        return self._special_ids.get(text)
+
+    # -------------------------------------------------------------- the proof
+
+    def _text_after_answer(
+        self,
+        messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        *,
+        whole: str,
+        before: TextMark | None,
+    ) -> str | None:
+        """What the template writes after the last of `messages`, found by a sentinel in its place.
+
+        None unless `whole` is exactly: the text marked by `before`, the answer, and that."""
+        answer = messages[-1]["content"]
+        marked = self.render_text(
+            [*messages[:-1], {**messages[-1], "content": self._sentinel}, *new_messages]
+        )
+        head, found, tail = marked.partition(self._sentinel)
+        if not found or self._sentinel in tail or whole != head + answer + tail:
+            return None
+        if before is not None and TextMark.of(head) != before:
+            return None
+        return tail
+
+    def _probe_splicing(self) -> str | None:
+        """What this template rewrites when it renders an earlier answer; None: nothing that was tried."""
+        for answer in _PROBES:
+            opening: list[Message] = [{"role": "user", "content": "question"}]
+            so_far = [*opening, {"role": "assistant", "content": answer}]
+            follow_up: list[Message] = [{"role": "user", "content": "and then?"}]
+            try:
+                before = TextMark.of(self.render_text(opening))
+                spliced = self.render_continuation(so_far, follow_up, last_id=-1, before=before)
+            except InvalidRequestError as error:
+                return f"it refuses a plain conversation: {error}"
+            if spliced is None:
+                return f"it does not render an earlier answer {answer!r} as it was"
+        return None
+
+
+def _num_chars(messages: Sequence[Message]) -> int:
+    return sum(len(message["content"]) for message in messages)
+
+
+def _plain(ids: Sequence[int] | Int32Array) -> list[int]:
+    return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+
+
+# ------------------------------------------------------------------ transformers' template environment
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for trainers; here its body is just rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(lineno)
+
+    @staticmethod
+    def _body(caller: jinja2.runtime.Macro) -> str:
+        return caller()
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes HTML characters.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

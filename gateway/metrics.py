@@ -1,0 +1,164 @@
+"""What the gateway counts, for Prometheus and for GET /admin/status."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import prometheus_client as prometheus
+
+from gateway.bindings import GatewayBindingRegistry
+from model_runtime.types import DEFAULT_COMPONENT, Trajectory
+
+RATE_WINDOW_S = 30.0
+REWARD_WINDOW = 64
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+@dataclass(slots=True)
+class ModelTally:
+    """Running numbers of one model."""
+
+    sampled_tokens: int = 0
+    finalized_rows: int = 0
+    recent: deque[tuple[float, int]] = field(default_factory=deque)  # (when, tokens)
+
+
+@dataclass(slots=True)
+class RewardTally:
+    """Rewards of one agent's finalized executions."""
+
+    count: int = 0
+    total: float = 0.0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=REWARD_WINDOW))
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self.recent.append(value)
+
+    def summary(self) -> dict[str, float]:
+        return {
+            "count": float(self.count),
+            "mean": self.total / self.count,
+            "recent_mean": sum(self.recent) / len(self.recent),
+        }
+
+
+class GatewayMetrics:
+    """Counters of one gateway, in a registry of their own."""
+
+    def __init__(self, model_ids: Iterable[str], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.models = {model_id: ModelTally() for model_id in model_ids}
+        self.rewards: dict[str, RewardTally] = {}
+        self.settlements: Counter[str] = Counter()
+        self.registry = prometheus.CollectorRegistry()
+        prefix, registry = "repertory_gateway", self.registry
+
+        def counter(name: str, text: str, *labels: str) -> prometheus.Counter:
+            return prometheus.Counter(f"{prefix}_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str) -> prometheus.Histogram:
+            return prometheus.Histogram(
+                f"{prefix}_{name}", text, ("model",), registry=registry, buckets=_SECONDS
+            )
+
+        def gauge(name: str, text: str) -> prometheus.Gauge:
+            return prometheus.Gauge(f"{prefix}_{name}", text, ("model",), registry=registry)
+
+        self._requests = counter("requests", "Model calls answered", "agent", "status")
+        self._turns = counter("turns", "Generations recorded", "model", "agent")
+        self._prompt_tokens = counter("prompt_tokens", "Tokens the servers were given", "model")
+        self._sampled_tokens = counter("sampled_tokens", "Tokens the policies sampled", "model")
+        self._retries = counter("backend_retries", "Attempts repeated on another replica", "model")
+        self._breaks = counter("chain_breaks", "Conversations the template would not continue", "model")
+        self._no_room = counter("out_of_room", "Answers cut to nothing: the context was full", "model")
+        self._rows = counter("trajectories", "Trajectories by what became of them", "model", "outcome")
+        self._settlements = counter("settlements", "Executions settled", "status")
+        self._turn_seconds = histogram("turn_seconds", "From a model call's arrival to its answer")
+        self._wait_seconds = histogram("wait_seconds", "Time a model call waited for a ready model")
+        self._running = gauge("running_requests", "Generations in flight")
+        self._waiting = gauge("waiting_requests", "Model calls that wait for a ready model")
+        self._ready = gauge("model_ready", "1 when the model can be asked")
+        self._version = gauge("published_version", "Version new requests are answered with")
+
+    def count_request(self, agent_id: str, status_code: int) -> None:
+        self._requests.labels(agent_id, str(status_code)).inc()
+
+    def observe_turn(
+        self, model_id: str, agent_id: str, *, num_prompt_tokens: int, num_sampled_tokens: int, seconds: float
+    ) -> None:
+        tally = self.models[model_id]
+        tally.sampled_tokens += num_sampled_tokens
+        tally.recent.append((self._clock(), num_sampled_tokens))
+        self._forget_old(tally)
+        self._turns.labels(model_id, agent_id).inc()
+        self._prompt_tokens.labels(model_id).inc(num_prompt_tokens)
+        self._sampled_tokens.labels(model_id).inc(num_sampled_tokens)
+        self._turn_seconds.labels(model_id).observe(seconds)
+
+    def observe_wait(self, model_id: str, seconds: float) -> None:
+        self._wait_seconds.labels(model_id).observe(seconds)
+
+    def count_retry(self, model_id: str) -> None:
+        self._retries.labels(model_id).inc()
+
+    def count_chain_break(self, model_id: str) -> None:
+        self._breaks.labels(model_id).inc()
+
+    def count_out_of_room(self, model_id: str) -> None:
+        self._no_room.labels(model_id).inc()
+
+    def count_settlement(self, status: str) -> None:
+        self.settlements[status] += 1
+        self._settlements.labels(status).inc()
+
+    def count_recorded(self, trajectories: Iterable[Trajectory]) -> None:
+        """Trajectories of a finalized training execution."""
+        rewards: dict[str, float] = {}
+        for row in trajectories:
+            self.models[row.model_id].finalized_rows += 1
+            self._rows.labels(row.model_id, "recorded").inc()
+            value = _reward_of(row.agent_rewards, row.workflow_rewards)
+            if value is not None:
+                rewards[row.agent_id] = value
+        for agent_id, value in rewards.items():
+            self.rewards.setdefault(agent_id, RewardTally()).add(value)
+
+    def count_unrecorded(self, model_id: str, outcome: str, count: int = 1) -> None:
+        """Chains that reach no log: `refused` (an invariant is broken) or the status they ended with."""
+        self._rows.labels(model_id, outcome).inc(count)
+
+    def tokens_per_s(self, model_id: str) -> float:
+        """Sampled tokens per second over the last half minute."""
+        tally = self.models[model_id]
+        self._forget_old(tally)
+        return sum(count for _, count in tally.recent) / RATE_WINDOW_S
+
+    def exposition(self, bindings: GatewayBindingRegistry) -> bytes:
+        """Prometheus' text format."""
+        for binding in bindings:
+            self._running.labels(binding.model_id).set(binding.running)
+            self._waiting.labels(binding.model_id).set(binding.waiting)
+            self._ready.labels(binding.model_id).set(bindings.is_ready(binding.model_id))
+            if binding.published_version is not None:
+                self._version.labels(binding.model_id).set(binding.published_version)
+        return prometheus.generate_latest(self.registry)
+
+    def _forget_old(self, tally: ModelTally) -> None:
+        horizon = self._clock() - RATE_WINDOW_S
+        while tally.recent and tally.recent[0][0] < horizon:
+            tally.recent.popleft()
+
+
+def _reward_of(*levels: Mapping[str, float | None]) -> float | None:
+    """The default component of the first level that has it."""
+    for rewards in levels:
+        value = rewards.get(DEFAULT_COMPONENT)
+        if value is not None:
+            return value
+    return None

@@ -1,0 +1,34 @@
+"""Who may call what: session keys open their session, the admin key the control API."""
+
+from __future__ import annotations
+
+import hmac
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+
+from model_runtime.errors import AuthenticationError
+from model_runtime.protocol import ADMIN_KEY_ENV
+
+if TYPE_CHECKING:
+    from gateway.app import Gateway
+
+
+def gateway_of(request: Request) -> Gateway:
+    return request.app.state.gateway
+
+
+def bearer_key(request: Request) -> str:
+    """The key of `Authorization: Bearer …`; empty without one."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def is_admin(request: Request) -> bool:
+    return hmac.compare_digest(bearer_key(request).encode(), gateway_of(request).admin_key.encode())
+
+
+def require_admin(request: Request) -> None:
+    """A dependency of every control route. Raises AuthenticationError."""
+    if not is_admin(request):
+        raise AuthenticationError(f"this route asks for `Authorization: Bearer ${ADMIN_KEY_ENV}`")

@@ -1,0 +1,46 @@
+"""The control API of runtimes and the parent, and what monitors read."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from gateway.routes.access import gateway_of, require_admin
+from model_runtime.errors import InvalidRequestError
+from model_runtime.protocol import DesiredRequest, GatewayStatus, ModelRenewal, RenewalAnswer
+
+router = APIRouter(tags=["admin"])
+
+
+@router.put("/admin/models/{model_id}", dependencies=[Depends(require_admin)])
+async def renew_model(request: Request, model_id: str, body: ModelRenewal) -> RenewalAnswer:
+    """Register a model's runtime or renew its lease."""
+    if body.model_id != model_id:
+        raise InvalidRequestError(f"the path says {model_id!r}, the body {body.model_id!r}", param="model_id")
+    return gateway_of(request).renew(body)
+
+
+@router.put("/admin/desired", dependencies=[Depends(require_admin)])
+async def set_desired(request: Request, body: DesiredRequest) -> DesiredRequest:
+    """What the run is to do; `stop` is sticky. Answers the state in force."""
+    return gateway_of(request).set_desired(body)
+
+
+@router.get("/admin/status", dependencies=[Depends(require_admin)])
+async def status(request: Request) -> GatewayStatus:
+    """Everything a dashboard shows, keys masked."""
+    return gateway_of(request).status()
+
+
+@router.get("/health")
+async def health(request: Request) -> dict[str, str]:
+    """Whether this process answers; what it can do is in /admin/status."""
+    return {"status": "ok", "run_id": gateway_of(request).run_id}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus metrics."""
+    gateway = gateway_of(request)
+    return Response(gateway.metrics.exposition(gateway.bindings), media_type=CONTENT_TYPE_LATEST)

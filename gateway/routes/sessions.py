@@ -1,0 +1,67 @@
+"""Groups and sessions, for whoever drives the workflows."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends, Request
+
+from gateway.routes.access import bearer_key, gateway_of, is_admin, require_admin
+from model_runtime.protocol import (
+    AbortRequest,
+    FinalizeAnswer,
+    FinalizeRequest,
+    GroupAnswer,
+    GroupRequest,
+    RewardRequest,
+    SessionAnswer,
+    SessionRequest,
+)
+
+router = APIRouter(tags=["sessions"])
+
+
+@router.post("/groups", dependencies=[Depends(require_admin)])
+async def open_group(request: Request, body: GroupRequest) -> GroupAnswer:
+    """Ask for a group to be opened; waits up to `wait_s` for room, then answers `waiting`."""
+    return await gateway_of(request).open_group(body)
+
+
+@router.post("/sessions", dependencies=[Depends(require_admin)])
+async def open_session(request: Request, body: SessionRequest) -> SessionAnswer:
+    """Open a session for one execution."""
+    session = gateway_of(request).sessions.open(body)
+    return SessionAnswer(
+        session_id=session.session_id,
+        base_url=f"{str(request.base_url).rstrip('/')}/sessions/{session.session_id}",
+        api_key=session.api_key,
+        workflow_id=session.member.workflow_id,
+    )
+
+
+@router.post("/sessions/{session_id}/reward")
+async def reward(request: Request, session_id: str, body: RewardRequest) -> dict[str, bool]:
+    """Set or withdraw a reward of the execution, an agent, or one model call."""
+    sessions = gateway_of(request).sessions
+    sessions.reward(sessions.find(session_id, bearer_key(request), trusted=is_admin(request)), body)
+    return {"ok": True}
+
+
+@router.post("/sessions/{session_id}/finalize")
+async def finalize(request: Request, session_id: str, body: FinalizeRequest | None = None) -> FinalizeAnswer:
+    """End the execution; answers when its rows and settlements are durable."""
+    given = body or FinalizeRequest()
+    return await gateway_of(request).sessions.finalize(
+        session_id, bearer_key(request), reward=given.reward, trusted=is_admin(request)
+    )
+
+
+@router.post("/sessions/{session_id}/abort")
+async def abort(request: Request, session_id: str, body: AbortRequest | None = None) -> FinalizeAnswer:
+    """End the execution without its rows."""
+    given = body or AbortRequest()
+    return await gateway_of(request).sessions.abort(
+        session_id,
+        bearer_key(request),
+        status=given.status,
+        reason=given.reason,
+        trusted=is_admin(request),
+    )

@@ -1,0 +1,72 @@
+"""Sampling settings of one model call: who may set what, and what training allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from model_runtime.errors import InvalidRequestError
+
+Settings = Mapping[str, float | int]
+
+# name → (lowest, highest, the value that leaves the model's own distribution alone; None: any value does)
+_RANGES: dict[str, tuple[float, float, float | None]] = {
+    "temperature": (0.0, 100.0, None),
+    "top_p": (0.0, 1.0, 1.0),
+    "top_k": (-1, 2**31 - 1, 0),
+    "min_p": (0.0, 1.0, 0.0),
+    "presence_penalty": (-2.0, 2.0, 0.0),
+    "frequency_penalty": (-2.0, 2.0, 0.0),
+    "repetition_penalty": (1e-6, 100.0, 1.0),
+    "seed": (-(2**63), 2**63 - 1, None),
+    "max_tokens": (1, 2**31 - 1, None),
+}
+_INTEGERS = frozenset({"top_k", "seed", "max_tokens"})
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError naming the first setting that is unknown or out of range."""
+    for name, value in settings.items():
+        if name not in _RANGES:
+            raise InvalidRequestError(
+                f"unknown sampling setting {name!r}; known are {sorted(_RANGES)}", param=name
+            )
+        low, high, _ = _RANGES[name]
+        wanted = "an integer" if name in _INTEGERS else "a number"
+        kinds = (int,) if name in _INTEGERS else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise InvalidRequestError(f"{name} must be {wanted}, got {value!r}", param=name)
+        if not math.isfinite(value) or not low <= value <= high:
+            raise InvalidRequestError(f"{name} must be from {low:g} to {high:g}, got {value!r}", param=name)
+
+
+def merge_settings(
+    *, defaults: Settings, session: Settings, request: Settings, forced: Settings, training: bool
+) -> dict[str, float | int]:
+    """The settings in force, the later argument winning. Raises InvalidRequestError for what a training
+    session can't take."""
+    merged = {**defaults, **session, **request, **forced}
+    if merged.get("top_k") == -1:
+        merged["top_k"] = 0  # both spell "off"
+    if training:
+        _refuse_off_policy(merged)
+    return merged
+
+
+def _refuse_off_policy(settings: Settings) -> None:
+    """Training needs logprobs of the very distribution that was sampled, over the whole vocabulary."""
+    for name, value in settings.items():
+        neutral = _RANGES[name][2]
+        if neutral is not None and value != neutral:
+            raise InvalidRequestError(
+                f"{name} must be {neutral:g} in a training session, got {value!r}: the trainer computes "
+                "logprobs over the whole vocabulary; use an evaluation session, or leave it out",
+                param=name,
+            )
+    if settings.get("temperature", 1.0) <= 0:
+        raise InvalidRequestError(
+            "temperature must be above 0 in a training session: greedy answers have no distribution to learn "
+            "from; use an evaluation session",
+            param="temperature",
+        )

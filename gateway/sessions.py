@@ -1,0 +1,430 @@
+"""Sessions: one per execution of a workflow, from its opening to its settlement.
+
+A session's end is decided once (`finalized`, `aborted`, `expired`, `infra`, `retried`) and answered when it
+is durable; asking again gives the same answer. Members of a group that never opened a session are settled
+too when the group's time is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.admission import GroupAdmission, OpenGroup
+from gateway.calls import CallLedger
+from gateway.chains import AgentChains, ExecutionRecord, materialise
+from gateway.ingestor import FinishedExecution, TrajectoryIngestor
+from gateway.metrics import GatewayMetrics
+from gateway.route_table import AgentModelRouteTable
+from gateway.sampling import Settings, check_settings, merge_settings
+from model_runtime.errors import (
+    AuthenticationError,
+    ConflictError,
+    InvalidRequestError,
+    RepertoryError,
+    UnknownSessionError,
+)
+from model_runtime.protocol import FinalizeAnswer, RewardRequest, SessionRequest
+from model_runtime.types import DEFAULT_COMPONENT, MemberKey, SettlementStatus, Trajectory
+
+logger = logging.getLogger(__name__)
+
+# Settled sessions whose answer is remembered, for clients that ask again.
+MAX_REMEMBERED = 20_000
+
+
+@dataclass(slots=True)
+class RewardBook:
+    """Rewards of one execution by level and component. What never came is not there: it is not 0."""
+
+    workflow: dict[str, float | None] = field(default_factory=dict)
+    agents: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    turns: dict[str, dict[str, float | None]] = field(default_factory=dict)  # by request_id
+
+    def put(self, level: dict[str, float | None], component: str, value: float | None) -> None:
+        """Set or, with None, withdraw."""
+        if value is None:
+            level.pop(component, None)
+        else:
+            level[component] = value
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Session:
+    """One execution while it is open."""
+
+    session_id: str
+    api_key: str
+    member: MemberKey
+    mode: str
+    train: Mapping[str, bool]
+    sampling: Settings
+    forced_sampling: Settings
+    deadline: float
+    agents: dict[str, AgentChains] = field(default_factory=dict)
+    rewards: RewardBook = field(default_factory=RewardBook)
+    calls: CallLedger = field(default_factory=CallLedger)
+    affinity: dict[str, str] = field(default_factory=dict)
+    infra_reason: str = ""  # why an agent of it was answered with a 5xx
+    outcome: tuple[SettlementStatus, str] | None = None  # how it ends, once decided
+    settlement: asyncio.Task[FinalizeAnswer] | None = None
+
+    @property
+    def is_training(self) -> bool:
+        return self.mode == "train"
+
+    def require_active(self) -> None:
+        """Raises ConflictError once the session's end is decided."""
+        if self.outcome is not None:
+            raise ConflictError(f"session {self.session_id} is {self.outcome[0]}; it takes no more calls")
+
+    def chains_of(self, agent_id: str, model_id: str) -> AgentChains:
+        return self.agents.setdefault(agent_id, AgentChains(agent_id, model_id))
+
+    def mark_infra(self, reason: str) -> None:
+        """An agent was answered with a 5xx: whatever the workflow makes of it isn't the policy's doing."""
+        self.infra_reason = self.infra_reason or reason
+
+    def knows_request(self, request_id: str) -> bool:
+        return any(
+            turn.request_id == request_id
+            for owner in self.agents.values()
+            for chain in owner.chains
+            for turn in chain.turns
+        )
+
+    def oldest_version(self, model_id: str) -> int | None:
+        """Oldest version of this model that sampled a token here."""
+        spans = [o.version_range() for o in self.agents.values() if o.model_id == model_id]
+        return min((span[0] for span in spans if span is not None), default=None)
+
+
+@dataclass(slots=True)
+class _Member:
+    """What is known of one member of an open group."""
+
+    session_id: str | None = None
+    next_attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    api_key: str
+    answer: FinalizeAnswer
+
+
+class SessionRegistry:
+    """All sessions of this gateway."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        routes: AgentModelRouteTable,
+        admission: GroupAdmission,
+        ingestor: TrajectoryIngestor,
+        metrics: GatewayMetrics,
+        default_sampling: Settings,
+        default_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run_id = run_id
+        self._routes = routes
+        self._admission = admission
+        self._ingestor = ingestor
+        self._metrics = metrics
+        self._default_sampling = default_sampling
+        self._default_timeout_s = default_timeout_s
+        self._clock = clock
+        self._sessions: dict[str, Session] = {}
+        self._settled: OrderedDict[str, _Settled] = OrderedDict()
+        self._groups: dict[str, dict[int, _Member]] = {}
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    # -------------------------------------------------------------- opening and finding
+
+    def open(self, request: SessionRequest) -> Session:
+        """A new session; for the same execution again, while nothing was sampled, the one there is.
+
+        Raises ConflictError for a group that is not open and a member that is settled or under way."""
+        self._check_sampling(request)
+        member = MemberKey(
+            group_id=request.group_id,
+            group_size=request.group_size,
+            member_index=request.member_index,
+            attempt=request.attempt,
+        )
+        if request.member_index >= request.group_size:
+            raise InvalidRequestError(
+                f"member_index must be below group_size {request.group_size}, got {request.member_index}",
+                param="member_index",
+            )
+        if request.mode == "eval":
+            return self._add(request, member, train={})
+        return self._open_member(request, member)
+
+    def find(self, session_id: str, api_key: str, *, trusted: bool = False) -> Session:
+        """The open session. `trusted`: the caller has shown the admin key.
+
+        Raises UnknownSessionError, AuthenticationError, ConflictError if it has ended."""
+        settled = self._settled.get(session_id)
+        if settled is not None:
+            _check_key(settled.api_key, api_key, trusted)
+            raise ConflictError(f"session {session_id} is {settled.answer.status}; it takes no more calls")
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise UnknownSessionError(f"no session {session_id!r} in this gateway")
+        _check_key(session.api_key, api_key, trusted)
+        return session
+
+    # -------------------------------------------------------------- rewards and ends
+
+    def reward(self, session: Session, request: RewardRequest) -> None:
+        """Set or withdraw one reward. Raises UnknownAgentError, InvalidRequestError, ConflictError."""
+        session.require_active()
+        book = session.rewards
+        if request.agent_id is not None:
+            self._routes.model_of(request.agent_id)
+        if request.request_id is not None:
+            if not session.knows_request(request.request_id):
+                raise InvalidRequestError(
+                    f"session {session.session_id} has no recorded call {request.request_id!r}",
+                    param="request_id",
+                )
+            level = book.turns.setdefault(request.request_id, {})
+        elif request.agent_id is not None:
+            level = book.agents.setdefault(request.agent_id, {})
+        else:
+            level = book.workflow
+        book.put(level, request.component, request.reward)
+
+    async def finalize(
+        self, session_id: str, api_key: str, *, reward: float | None = None, trusted: bool = False
+    ) -> FinalizeAnswer:
+        """Settle as finished; returns when rows and settlements are durable."""
+        answer = self._settled_answer(session_id, api_key, trusted)
+        if answer is not None:
+            return answer
+        session = self.find(session_id, api_key, trusted=trusted)
+        if reward is not None and session.outcome is None:
+            session.rewards.put(session.rewards.workflow, DEFAULT_COMPONENT, reward)
+        return await self.settle(session, "finalized")
+
+    async def abort(
+        self, session_id: str, api_key: str, *, status: SettlementStatus, reason: str, trusted: bool = False
+    ) -> FinalizeAnswer:
+        """Settle as not finished."""
+        answer = self._settled_answer(session_id, api_key, trusted)
+        if answer is not None:
+            return answer
+        return await self.settle(self.find(session_id, api_key, trusted=trusted), status, reason)
+
+    async def settle(self, session: Session, status: SettlementStatus, reason: str = "") -> FinalizeAnswer:
+        """Decide how the session ends, if that is still open, and wait until it is durable."""
+        if session.outcome is None:
+            if status == "finalized" and session.infra_reason:
+                status, reason = "infra", session.infra_reason
+            session.outcome = (status, reason)
+        if session.settlement is None or _failed(session.settlement):
+            session.settlement = asyncio.create_task(self._settle(session, *session.outcome))
+        return await asyncio.shield(session.settlement)
+
+    # -------------------------------------------------------------- deadlines
+
+    async def sweep(self) -> None:
+        """Settle sessions and groups whose time is up. Called every half second or so."""
+        now = self._clock()
+        overdue = [s for s in self._sessions.values() if now >= s.deadline]
+        ends = [self.settle(s, "expired", "the execution's time was up") for s in overdue]
+        for group in self._admission.expired_groups():
+            ends += self._ends_of_group(group)
+        for error in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(error, RepertoryError):
+                logger.warning("a settlement is not durable yet and will be tried again: %s", error)
+            elif isinstance(error, BaseException):
+                raise error
+
+    def oldest_open_version(self, model_id: str) -> int | None:
+        """Oldest version of the model among the tokens of open sessions that may be trained."""
+        versions = [s.oldest_version(model_id) for s in self if s.train.get(model_id)]
+        return min((v for v in versions if v is not None), default=None)
+
+    # -------------------------------------------------------------- inside
+
+    def _check_sampling(self, request: SessionRequest) -> None:
+        for settings in (request.sampling, request.forced_sampling):
+            check_settings(settings)
+        merge_settings(
+            defaults=self._default_sampling,
+            session=request.sampling,
+            request={},
+            forced=request.forced_sampling,
+            training=request.mode == "train",
+        )
+
+    def _open_member(self, request: SessionRequest, key: MemberKey) -> Session:
+        group = self._admission.require_open(key.group_id)
+        self._check_group(group, key)
+        member = self._groups.setdefault(key.group_id, {}).setdefault(key.member_index, _Member())
+        who = f"member {key.member_index} of group {key.group_id!r}"
+        running = self._sessions.get(member.session_id or "")
+        if running is not None:
+            if running.member == key and running.outcome is None and not running.agents:
+                return running  # the answer to the first request got lost
+            raise ConflictError(
+                f"{who} has an open session (attempt {running.member.attempt}); settle it as `retried` first"
+            )
+        if key.attempt < member.next_attempt:
+            raise ConflictError(f"attempt {key.attempt} at {who} is over; next is {member.next_attempt}")
+        session = self._add(request, key, train=dict(group.train))
+        member.session_id = session.session_id
+        return session
+
+    def _check_group(self, group: OpenGroup, key: MemberKey) -> None:
+        """Raises ConflictError where this execution can't belong to the open group."""
+        if key.group_size != group.group_size:
+            raise ConflictError(
+                f"group {group.group_id!r} was opened with size {group.group_size}, not {key.group_size}"
+            )
+        if key.member_index not in group.unsettled:
+            raise ConflictError(f"member {key.member_index} of group {group.group_id!r} is settled")
+        if self._clock() >= group.deadline_at:
+            raise ConflictError(f"the time of group {group.group_id!r} is up")
+
+    def _add(self, request: SessionRequest, member: MemberKey, *, train: Mapping[str, bool]) -> Session:
+        session = Session(
+            session_id=f"s-{secrets.token_hex(12)}",
+            api_key=f"rk-{secrets.token_urlsafe(24)}",
+            member=member,
+            mode=request.mode,
+            train=train,
+            sampling=request.sampling,
+            forced_sampling=request.forced_sampling,
+            deadline=self._clock() + (request.timeout_s or self._default_timeout_s),
+        )
+        self._sessions[session.session_id] = session
+        return session
+
+    def _settled_answer(self, session_id: str, api_key: str, trusted: bool) -> FinalizeAnswer | None:
+        settled = self._settled.get(session_id)
+        if settled is None:
+            return None
+        _check_key(settled.api_key, api_key, trusted)
+        return settled.answer
+
+    async def _settle(self, session: Session, status: SettlementStatus, reason: str) -> FinalizeAnswer:
+        await session.calls.stop_all()
+        trajectories, num_refused = self._trajectories(session, status)
+        execution = FinishedExecution(
+            member=session.member,
+            status=status,
+            reason=reason,
+            train=session.train,
+            trajectories=tuple(trajectories),
+            mode="train" if session.is_training else "eval",
+        )
+        await self._record(execution)
+        num_rows = Counter(row.model_id for row in trajectories)
+        answer = FinalizeAnswer(
+            session_id=session.session_id, status=status, num_rows=dict(num_rows), num_refused=num_refused
+        )
+        del self._sessions[session.session_id]
+        self._remember(session, answer)
+        return answer
+
+    async def _record(self, execution: FinishedExecution) -> None:
+        """Make an execution's end durable, then known to admission and the counters."""
+        seq = await self._ingestor.ingest(execution)
+        if execution.mode == "eval":
+            return
+        key = execution.member
+        self._metrics.count_settlement(execution.status)
+        self._metrics.count_recorded(execution.trajectories)
+        member = self._groups.setdefault(key.group_id, {}).setdefault(key.member_index, _Member())
+        member.next_attempt = key.attempt + 1
+        member.session_id = None
+        self._admission.member_settled(key.group_id, key.member_index, status=execution.status, seq=seq)
+        if not self._is_open(key.group_id):
+            del self._groups[key.group_id]
+
+    def _is_open(self, group_id: str) -> bool:
+        try:
+            self._admission.require_open(group_id)
+        except ConflictError:
+            return False
+        return True
+
+    def _trajectories(self, session: Session, status: SettlementStatus) -> tuple[list[Trajectory], int]:
+        """Only finished executions leave rows; the chains of others are counted and let go."""
+        if status != "finalized":
+            for owner in session.agents.values():
+                self._metrics.count_unrecorded(owner.model_id, status, len(owner.chains))
+            return [], 0
+        record = ExecutionRecord(
+            run_id=self._run_id,
+            member=session.member,
+            session_id=session.session_id,
+            train=session.train,
+            workflow_rewards=session.rewards.workflow,
+            agent_rewards=session.rewards.agents,
+            turn_rewards=session.rewards.turns,
+        )
+        trajectories, refused = materialise(session.agents.values(), record)
+        for error in refused:
+            logger.error("session %s: %s", session.session_id, error)
+        return trajectories, len(refused)
+
+    def _ends_of_group(self, group: OpenGroup) -> list[Coroutine[Any, Any, Any]]:
+        """Settlements still missing of a group whose time is up, those of unopened members among them."""
+        members = self._groups.setdefault(group.group_id, {})
+        ends: list[Coroutine[Any, Any, Any]] = []
+        for index in group.unsettled:
+            member = members.setdefault(index, _Member())
+            session = self._sessions.get(member.session_id or "")
+            if session is not None:
+                ends.append(self.settle(session, "expired", "the group's time was up"))
+            else:
+                ends.append(self._record(_never_opened(group, index, attempt=member.next_attempt)))
+        return ends
+
+    def _remember(self, session: Session, answer: FinalizeAnswer) -> None:
+        self._settled[session.session_id] = _Settled(session.api_key, answer)
+        while len(self._settled) > MAX_REMEMBERED:
+            self._settled.popitem(last=False)
+
+
+def _never_opened(group: OpenGroup, member_index: int, *, attempt: int) -> FinishedExecution:
+    return FinishedExecution(
+        member=MemberKey(
+            group_id=group.group_id,
+            group_size=group.group_size,
+            member_index=member_index,
+            attempt=attempt,
+        ),
+        status="expired",
+        reason="the group's time was up before this member began",
+        train=group.train,
+        trajectories=(),
+        mode="train",
+    )
+
+
+def _failed(task: asyncio.Task[FinalizeAnswer]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def _check_key(expected: str, given: str, trusted: bool) -> None:
+    if not trusted and not hmac.compare_digest(expected.encode(), given.encode()):
+        raise AuthenticationError("the API key is missing or belongs to another session")

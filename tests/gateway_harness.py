@@ -1,0 +1,175 @@
+"""A live gateway on a real port before fake rollout servers, as tests and benchmarks drive it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from gateway.app import Gateway, create_app
+from model_runtime.config import RunConfig, parse_config
+from model_runtime.layout import RunLayout
+from model_runtime.store import Store
+from model_runtime.trajectory_log import decode_shard
+from model_runtime.types import Settlement, Trajectory
+from tests.fakes import FakeRolloutServer, LiveServer, make_tokenizer_document
+
+RUN_ID = "run"
+ADMIN_KEY = "an-admin-key-for-tests"
+AGENTS = {"planner": "plan", "searcher": "solve", "answerer": "solve"}
+
+
+def make_config(**gateway: Any) -> RunConfig:
+    """Two trainable models, three agents; groups of two; commits at once."""
+    settings = {"commit_interval_s": 0.0, "request_timeout_s": 5.0, "lease_s": 30.0}
+    workflow = {k: gateway.pop(k) for k in ("temperature", "execution_timeout_s") if k in gateway}
+    models = [
+        {"model_id": m, "model_path": "unused", "batch_size": 64, "max_response_tokens": 64}
+        for m in ("plan", "solve")
+    ]
+    return parse_config(
+        {
+            "multi_model": {"models": models},
+            "agent_model_mapping": AGENTS,
+            "gateway": settings | gateway,
+            "workflow": {"group_size": 2, **workflow},
+        }
+    )
+
+
+@dataclass
+class GatewayHarness:
+    """What a driver, a runtime and an agent do, over HTTP."""
+
+    url: str
+    gateway: Gateway
+    store: Store
+    server: FakeRolloutServer
+    http: httpx.Client
+    live: LiveServer
+    _seq: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    @property
+    def admin(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {ADMIN_KEY}"}
+
+    def renewal(self, model_id: str, **overrides: Any) -> dict[str, Any]:
+        key = RunLayout(RUN_ID).model(model_id).tokenizer("t")
+        fields: dict[str, Any] = {
+            "model_id": model_id,
+            "epoch": 1,
+            "incarnation": 1,
+            "seq": next(self._seq),
+            "kind": "trainable",
+            "status": "ready",
+            "replicas": [{"replica_id": "r0", "url": self.server.url, "api_key": self.server.api_key}],
+            "published_version": 0,
+            "live_versions": [0],
+            "tokenizer_uri": key,
+            "trainer_state": "running",
+            "limit": 64,
+        }
+        return fields | overrides
+
+    def renew(self, model_id: str, **overrides: Any) -> dict[str, Any]:
+        body = self.renewal(model_id, **overrides)
+        answer = self.http.put(f"/admin/models/{model_id}", json=body, headers=self.admin)
+        answer.raise_for_status()
+        return answer.json()
+
+    def make_ready(self, *model_ids: str) -> None:
+        """Register the models and wait until their tokenizers are loaded."""
+        for model_id in model_ids or ("plan", "solve"):
+            document = make_tokenizer_document()
+            self.store.put(RunLayout(RUN_ID).model(model_id).tokenizer("t"), document.to_bytes())
+            self.renew(model_id)
+            self.on_loop(self._until_ready(model_id))
+
+    async def _until_ready(self, model_id: str) -> None:
+        loop = asyncio.get_running_loop()
+        await self.gateway.bindings.wait_until_ready(model_id, loop.time() + 10)
+
+    def on_loop(self, coroutine: Any) -> Any:
+        """Run something on the gateway's own event loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.live.loop).result(20)
+
+    def open_group(self, group_id: str = "g", size: int = 2, **overrides: Any) -> dict[str, Any]:
+        body = {"group_id": group_id, "group_size": size, "wait_s": 5} | overrides
+        answer = self.http.post("/groups", json=body, headers=self.admin)
+        answer.raise_for_status()
+        return answer.json()
+
+    def open_session(self, member: int = 0, group_id: str = "g", **overrides: Any) -> LiveSession:
+        body = {"group_id": group_id, "group_size": 2, "member_index": member} | overrides
+        answer = self.http.post("/sessions", json=body, headers=self.admin)
+        answer.raise_for_status()
+        return LiveSession(self, **answer.json())
+
+    def rows(self, model_id: str, *, evaluation: bool = False) -> list[Trajectory]:
+        return [row for shard in self._shards(model_id, evaluation) for row in shard.trajectories]
+
+    def settlements(self, model_id: str) -> list[Settlement]:
+        return [s for shard in self._shards(model_id, False) for s in shard.settlements]
+
+    def _shards(self, model_id: str, evaluation: bool) -> list[Any]:
+        layout = RunLayout(RUN_ID).model(model_id)
+        keys = self.store.list(layout.eval_writers() if evaluation else layout.log_writers())
+        return [decode_shard(self.store.get(key), source=key) for key in keys]
+
+
+@dataclass
+class LiveSession:
+    """An agent's and a driver's view of one session."""
+
+    harness: GatewayHarness
+    session_id: str
+    base_url: str
+    api_key: str
+    workflow_id: str
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"}
+
+    def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
+        headers = self.headers | kwargs.pop("headers", {})
+        return self.harness.http.post(
+            f"/sessions/{self.session_id}/{path}", json=body, headers=headers, **kwargs
+        )
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | str,
+        *,
+        agent: str = "planner",
+        headers: dict[str, str] | None = None,
+        **fields: Any,
+    ) -> httpx.Response:
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        path = f"agents/{agent}/v1/chat/completions"
+        return self.post(path, {"messages": messages, "model": "any"} | fields, headers=headers or {})
+
+    def finalize(self, reward: float | None = None) -> dict[str, Any]:
+        answer = self.post("finalize", {"reward": reward})
+        answer.raise_for_status()
+        return answer.json()
+
+
+@contextmanager
+def live_gateway(store: Store, *, config: RunConfig | None = None) -> Iterator[GatewayHarness]:
+    """A gateway of epoch 1 with one fake rollout server; nothing is registered yet."""
+    with ExitStack() as stack:
+        server = stack.enter_context(FakeRolloutServer().running())
+        gateway = Gateway(
+            config or make_config(), run_id=RUN_ID, store=store, epoch=1, incarnation=1, admin_key=ADMIN_KEY
+        )
+        live = LiveServer(create_app(gateway))
+        url = stack.enter_context(live.running())
+        http = stack.enter_context(httpx.Client(base_url=url, timeout=20))
+        yield GatewayHarness(url, gateway, store, server, http, live)
