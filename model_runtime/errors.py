@@ -11,6 +11,7 @@ RepertoryError
 ├── CorruptObjectError (ValueError)       bytes in the store do not match their checksum or schema
 ├── InvalidTrajectoryError (ValueError)   a record breaks an invariant of `types.Trajectory`
 ├── SupersededError                       a newer epoch leads this run; this process must stop
+├── RunFailedError (RuntimeError)         a run ended, but a model or its work failed; names each reason
 ├── ProcessError (RuntimeError)           a child process failed; carries the end of its log
 │   ├── RolloutServerError
 │   └── TrainerError
@@ -75,6 +76,10 @@ class InvalidTrajectoryError(RepertoryError, ValueError):
 
 class SupersededError(RepertoryError):
     """A newer epoch leads this run. Whoever sees this stops without writing anything more."""
+
+
+class RunFailedError(RepertoryError, RuntimeError):
+    """A run came to its end, but a model or the agents' work failed. Names each and why."""
 
 
 class ProcessError(RepertoryError, RuntimeError):

@@ -1,0 +1,239 @@
+"""What the parent of a run writes: who leads, what it wants, where things are, and which versions belong
+together.
+
+An *epoch* is one life of the parent. Whoever sees a higher one than its own stops. `desired` objects are
+numbered; the highest number counts, and within an epoch `stop` is never taken back.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from model_runtime.config import ModelConfig, RunConfig
+from model_runtime.documents import (
+    CheckpointDocument,
+    DesiredDocument,
+    DesiredState,
+    EpochClaim,
+    RunDocument,
+    SnapshotDocument,
+)
+from model_runtime.errors import (
+    ConfigError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreUnavailableError,
+    SupersededError,
+)
+from model_runtime.layout import RunLayout, number_in
+from model_runtime.store import Store
+
+_MAX_CLAIM_ATTEMPTS = 20
+
+# Settings of a model that the log, the versions or the checkpoints already depend on.
+_FIXED_MODEL_FIELDS = ("kind", "model_path", "adapter_path", "lora")
+
+
+# ------------------------------------------------------------------------------------------------ epochs
+
+
+def latest_epoch(store: Store, layout: RunLayout) -> int | None:
+    """The epoch that leads this run; None when nobody ever did."""
+    return max(_numbers(store, layout, "epoch-"), default=None)
+
+
+def claim_epoch(
+    store: Store, layout: RunLayout, *, flow_run_id: str | None = None, host: str = ""
+) -> EpochClaim:
+    """Lead the run from now on: create the next epoch. Of two parents at once the higher number leads."""
+    for _ in range(_MAX_CLAIM_ATTEMPTS):
+        epoch = (latest_epoch(store, layout) or 0) + 1
+        claim = EpochClaim(epoch=epoch, claimed_at=time.time(), flow_run_id=flow_run_id, host=host)
+        try:
+            if store.put_if_absent(layout.epoch(epoch), claim.to_bytes()):
+                return claim
+        except ObjectExistsError:
+            continue  # another parent took this number; it is theirs
+    raise StoreUnavailableError(
+        f"no epoch of run {layout.run_id!r} could be claimed at {store.url} in {_MAX_CLAIM_ATTEMPTS} tries: "
+        "other launches of the same run keep winning; stop them"
+    )
+
+
+def require_leading(store: Store, layout: RunLayout, epoch: int) -> None:
+    """Raise SupersededError when a newer epoch leads the run."""
+    newest = latest_epoch(store, layout) or 0
+    if newest > epoch:
+        raise SupersededError(
+            f"run {layout.run_id!r}: epoch {newest} leads, this process belongs to epoch {epoch}"
+        )
+
+
+# ----------------------------------------------------------------------------------------- desired state
+
+
+def read_desired(store: Store, layout: RunLayout) -> DesiredDocument | None:
+    """What the parent last wanted; None before it said anything."""
+    seq = max(_numbers(store, layout, "desired-"), default=None)
+    if seq is None:
+        return None
+    key = layout.desired(seq)
+    return DesiredDocument.parse(store.get(key), source=store.uri(key))
+
+
+def write_desired(
+    store: Store, layout: RunLayout, *, epoch: int, state: DesiredState, reason: str = ""
+) -> DesiredDocument:
+    """Say what this epoch wants. Raises SupersededError when a newer epoch has already spoken.
+
+    After `stop` the same epoch can't want anything else: the stop stands and is returned.
+    """
+    for _ in range(_MAX_CLAIM_ATTEMPTS):
+        last = read_desired(store, layout)
+        if last is not None and last.epoch > epoch:
+            raise SupersededError(f"run {layout.run_id!r}: epoch {last.epoch} leads, not {epoch}")
+        if last is not None and last.epoch == epoch and (last.state == "stop" or last.state == state):
+            return last
+        wanted = DesiredDocument(
+            seq=last.seq + 1 if last else 1, epoch=epoch, state=state, reason=reason, written_at=time.time()
+        )
+        try:
+            if store.put_if_absent(layout.desired(wanted.seq), wanted.to_bytes()):
+                return wanted
+        except ObjectExistsError:
+            continue  # somebody wrote this number first; read what they want
+    raise StoreUnavailableError(f"{store.uri(layout.epochs())}: desired state {state!r} could not be written")
+
+
+# ---------------------------------------------------------------------------------------------- run.json
+
+
+def read_run(store: Store, layout: RunLayout) -> RunDocument | None:
+    """run.json, or None when the run does not exist."""
+    try:
+        data = store.get(layout.run())
+    except ObjectNotFoundError:
+        return None
+    return RunDocument.parse(data, source=store.uri(layout.run()))
+
+
+def begin_run(store: Store, layout: RunLayout, config: RunConfig, *, epoch: int) -> RunDocument:
+    """Write run.json for this epoch. Raises ConfigError when the run can't go on under this config."""
+    before = read_run(store, layout)
+    if before is not None:
+        refuse_unsafe_resume(layout.run_id, before.config, config)
+    now = time.time()
+    document = RunDocument(
+        run_id=layout.run_id,
+        config=config.model_dump(mode="json"),
+        epoch=epoch,
+        latest_snapshot=before.latest_snapshot if before else None,
+        created_at=before.created_at if before else now,
+        updated_at=now,
+    )
+    store.put(layout.run(), document.to_bytes())
+    return document
+
+
+def update_run(store: Store, layout: RunLayout, *, epoch: int, **changes: Any) -> RunDocument:
+    """Replace fields of run.json. Raises SupersededError when it belongs to a newer epoch."""
+    document = read_run(store, layout)
+    if document is None:
+        raise ObjectNotFoundError(f"{store.uri(layout.run())}: the run has no run.json")
+    if document.epoch > epoch:
+        raise SupersededError(f"run {layout.run_id!r}: epoch {document.epoch} leads, not {epoch}")
+    document = document.model_copy(update={**changes, "updated_at": time.time()})
+    store.put(layout.run(), document.to_bytes())
+    return document
+
+
+def refuse_unsafe_resume(run_id: str, before: dict[str, Any], config: RunConfig) -> None:
+    """Raise ConfigError naming the first setting that the run's log, versions or checkpoints depend on and
+    that differs now. Anything else (learning rate, timeouts, replicas…) may change from life to life."""
+    advice = f"restore it, or start a new run instead of resuming {run_id!r}"
+    old_models = {m["model_id"]: m for m in before["multi_model"]["models"]}
+    new_models = {m.model_id: m for m in config.models}
+    if set(old_models) != set(new_models):
+        raise ConfigError(
+            f"multi_model.models: run {run_id!r} has {sorted(old_models)}, "
+            f"this config {sorted(new_models)}; {advice}"
+        )
+    for model_id, model in new_models.items():
+        _refuse_changed_model(model, old_models[model_id], advice)
+    old_routes = {r["agent_id"]: r["model_id"] for r in before["agent_model_mapping"]}
+    for agent_id in sorted(old_routes.keys() | config.agent_to_model.keys()):
+        old, new = old_routes.get(agent_id), config.agent_to_model.get(agent_id)
+        if old != new:
+            raise ConfigError(
+                f"agent_model_mapping.{agent_id}: was {old!r} in this run, is {new!r} now; {advice}"
+            )
+    old_size, new_size = before["workflow"]["group_size"], config.workflow.group_size
+    if old_size != new_size:
+        raise ConfigError(f"workflow.group_size: was {old_size} in this run, is {new_size} now; {advice}")
+
+
+def _refuse_changed_model(model: ModelConfig, before: dict[str, Any], advice: str) -> None:
+    now = model.model_dump(mode="json")
+    for name in _FIXED_MODEL_FIELDS:
+        if before.get(name) != now[name]:
+            raise ConfigError(
+                f"multi_model.models.{model.model_id}.{name}: was {before.get(name)!r} in this run, "
+                f"is {now[name]!r} now; {advice}"
+            )
+
+
+# --------------------------------------------------------------------------------------------- snapshots
+
+
+@dataclass(slots=True)
+class CheckpointCoordinator:
+    """Names one checkpoint and version per trainable model together, each time all of them have moved on."""
+
+    store: Store
+    layout: RunLayout
+    model_ids: tuple[str, ...]
+    epoch: int
+    _last_steps: dict[str, int] = field(default_factory=dict)
+
+    def snapshot(self, *, final: bool = False) -> SnapshotDocument | None:
+        """Write the next snapshot if every model has a newer checkpoint than in the last one (`final`: if any
+        has). None when there is nothing new, or a model has no checkpoint yet."""
+        checkpoints = {model_id: self._latest_checkpoint(model_id) for model_id in self.model_ids}
+        found = {model_id: c for model_id, c in checkpoints.items() if c is not None}
+        if not found or (len(found) < len(self.model_ids) and not final):
+            return None
+        moved = [c.step > self._last_steps.get(model_id, -1) for model_id, c in found.items()]
+        if not (any(moved) if final else all(moved)):
+            return None
+        document = self._write(found)
+        self._last_steps = dict(document.checkpoints)
+        return document
+
+    def _write(self, found: dict[str, CheckpointDocument]) -> SnapshotDocument:
+        numbers = [number_in(name) for name in self.store.children(self.layout.snapshots())]
+        number = max(numbers, default=0) + 1
+        document = SnapshotDocument(
+            number=number,
+            epoch=self.epoch,
+            versions={model_id: c.version for model_id, c in found.items()},
+            checkpoints={model_id: c.step for model_id, c in found.items()},
+            created_at=time.time(),
+        )
+        self.store.put_if_absent(self.layout.snapshot(number), document.to_bytes())
+        update_run(self.store, self.layout, epoch=self.epoch, latest_snapshot=number)
+        return document
+
+    def _latest_checkpoint(self, model_id: str) -> CheckpointDocument | None:
+        layout = self.layout.model(model_id)
+        steps = sorted((number_in(name) for name in self.store.children(layout.checkpoints())), reverse=True)
+        for step in steps:
+            key = layout.checkpoint_marker(step)
+            if self.store.exists(key):  # without its manifest a checkpoint is still being written
+                return CheckpointDocument.parse(self.store.get(key), source=self.store.uri(key))
+        return None
+
+
+def _numbers(store: Store, layout: RunLayout, prefix: str) -> list[int]:
+    return [number_in(name) for name in store.children(layout.epochs()) if name.startswith(prefix)]
