@@ -1,0 +1,351 @@
+"""Which groups may open, so that no model's trainer falls further behind than it is allowed.
+
+A model's budget is `limit` groups that are untrained or trained but unpublished. What it has used:
+
+    used = untrained + trained since its last publish + share × (groups open or settled but not yet read)
+
+where `share` is the moving fraction of settled groups that fed this model. A group opens while every gating
+model has `used < limit`; if only some have, it opens with `train=false` for the others, boundedly often. So
+no model closes another's supply for good, and no two can wait for each other: half-open groups never fill a
+budget, because members of an open group never wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from model_runtime.config import ModelConfig, RunConfig
+from model_runtime.errors import ConflictError
+from model_runtime.protocol import GroupAnswer, GroupRequest, ModelRenewal, QueueReport
+from model_runtime.types import FINAL_STATUSES
+
+# A waiting group nobody asked about for this long has lost its driver; it leaves the line.
+_FORGET_AFTER_S = 120.0
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """A group whose members may run. `train` is fixed at opening."""
+
+    group_id: str
+    group_size: int
+    train: dict[str, bool]
+    opened_at: float
+    deadline_at: float
+    settled: dict[int, str] = field(default_factory=dict)  # member_index → status
+    last_seq: int = -1  # newest shard that holds a settlement of it
+
+    @property
+    def unsettled(self) -> list[int]:
+        """Members without a final settlement, those never begun too."""
+        return [i for i in range(self.group_size) if i not in self.settled]
+
+
+@dataclass(slots=True)
+class _Gate:
+    """What admission knows of one trainable model."""
+
+    model: ModelConfig
+    renewal: ModelRenewal | None = None
+    queue: QueueReport = field(default_factory=QueueReport)
+    has_lease: bool = False
+    has_started: bool = False  # was ready once, or failed before it was
+    num_open: int = 0  # open groups that may train it
+    unread: dict[str, int] = field(default_factory=dict)  # settled group → seq its reader must pass
+    num_opened: int = 0  # groups opened with train=true
+    num_surplus: int = 0  # groups opened with train=false because it was full
+
+    @property
+    def limit(self) -> int:
+        return self.renewal.limit if self.renewal and self.renewal.limit else self.model.admission_limit
+
+    @property
+    def used(self) -> float:
+        pending = self.num_open + len(self.unread)
+        return (
+            self.queue.untrained_groups + self.queue.trained_since_publish + self.queue.feed_share * pending
+        )
+
+    @property
+    def has_room(self) -> bool:
+        return self.used < self.limit
+
+    @property
+    def is_done(self) -> bool:
+        """Takes no more training data, for good: past its steps, drained, failed or stopped."""
+        r = self.renewal
+        return r is not None and (
+            r.steps_left == 0
+            or r.trainer_state in ("finished", "drained", "no_signal")
+            or r.status in ("failed", "stopped")
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        return self.renewal is not None and self.renewal.status in ("failed", "stopped")
+
+    @property
+    def is_gating(self) -> bool:
+        if self.renewal is None or self.is_done or not self.has_lease:
+            return False
+        return self.renewal.trainer_state != "failed"
+
+    def may_surplus(self, max_surplus_ratio: float) -> bool:
+        """May one more group open without training this full model?"""
+        if max_surplus_ratio == 0:
+            return False
+        required = self.model.batch_size * self.model.async_training.require_batches
+        return self.num_surplus < max_surplus_ratio * self.num_opened + required
+
+    def observe(self, renewal: ModelRenewal, writer: str) -> None:
+        # A trainer that is loading has not read its log yet; what it knew before it died is still true.
+        if renewal.trainer_state not in (None, "loading") or self.renewal is None:
+            self.queue = renewal.queue
+        self.renewal = renewal
+        self.has_lease = True
+        self.has_started = self.has_started or renewal.status != "starting"
+        read = self.queue.read_positions.get(writer, 0)
+        self.unread = {group: seq for group, seq in self.unread.items() if seq >= read}
+
+
+class AdmissionState:
+    """The rules, without the waiting: every method returns at once."""
+
+    def __init__(self, config: RunConfig, *, writer: str, clock: Callable[[], float]) -> None:
+        self._writer = writer
+        self._clock = clock
+        self._max_surplus_ratio = config.gateway.max_surplus_ratio
+        self._group_timeout_s = config.workflow.group_timeout_s
+        self._gates = {m.model_id: _Gate(m) for m in config.trainable_models}
+        self._line: dict[str, tuple[GroupRequest, float]] = {}  # waiting, oldest first; when last asked for
+        self._settled: set[str] = set()
+        self.open_groups: dict[str, OpenGroup] = {}
+        self._ended = False
+
+    # ------------------------------------------------------------------ what happened
+
+    def observe(self, renewal: ModelRenewal) -> None:
+        if (gate := self._gates.get(renewal.model_id)) is not None:
+            gate.observe(renewal, self._writer)
+
+    def lease_lost(self, model_id: str) -> None:
+        if (gate := self._gates.get(model_id)) is not None:
+            gate.has_lease = False
+
+    def end(self) -> None:
+        self._ended = True
+
+    def join(self, request: GroupRequest) -> None:
+        """Enter the line, or keep the place in it."""
+        first, _ = self._line.get(request.group_id, (request, 0.0))
+        self._line[request.group_id] = (first, self._clock())
+
+    def member_settled(self, group_id: str, member_index: int, *, status: str, seq: int) -> None:
+        group = self.open_groups.get(group_id)
+        if group is None or status not in FINAL_STATUSES:
+            return
+        group.settled.setdefault(member_index, status)
+        group.last_seq = max(group.last_seq, seq)
+        if group.unsettled:
+            return
+        del self.open_groups[group_id]
+        self._settled.add(group_id)
+        for model_id in (m for m, train in group.train.items() if train):
+            gate = self._gates[model_id]
+            gate.num_open -= 1
+            if group.last_seq >= gate.queue.read_positions.get(self._writer, 0):
+                gate.unread[group_id] = group.last_seq
+
+    # ------------------------------------------------------------------ what follows
+
+    @property
+    def has_ended(self) -> bool:
+        """No group will open any more: told so, or every trainable model is past its steps. A failed model
+        doesn't keep the run open, but if all have failed, ending it is not for admission to say."""
+        gates = self._gates.values()
+        nobody_left = all(g.is_done for g in gates) and not all(g.has_failed for g in gates)
+        return self._ended or nobody_left
+
+    @property
+    def waiting(self) -> int:
+        return len(self._line)
+
+    def answer(self, request: GroupRequest) -> GroupAnswer:
+        """What the driver is told now. Raises ConflictError for a group that is over, or was opened with
+        another size."""
+        group_id = request.group_id
+        if (group := self.open_groups.get(group_id)) is not None:
+            if group.group_size != request.group_size:
+                raise ConflictError(
+                    f"group {group_id!r} is open with {group.group_size} members, not {request.group_size}"
+                )
+            return GroupAnswer(group_id=group_id, status="open", train=group.train)
+        if group_id in self._settled or len(_members(request.settled_members, request)) == request.group_size:
+            raise ConflictError(f"group {group_id!r} is settled; new work needs a group_id of its own")
+        return GroupAnswer(group_id=group_id, status="ended" if self.has_ended else "waiting")
+
+    def admit(self, is_awaited: Callable[[str], bool]) -> list[OpenGroup]:
+        """Open what may open, oldest first, passing over groups nobody is waiting for right now (they keep
+        their place): a driver that died must not hold the others up."""
+        opened = []
+        if self.has_ended:
+            self._line.clear()
+        for group_id, (request, asked_at) in list(self._line.items()):
+            if not is_awaited(group_id):
+                if asked_at < self._clock() - _FORGET_AFTER_S:
+                    del self._line[group_id]
+                continue
+            train = self._train_map()
+            if train is None:
+                break
+            del self._line[group_id]
+            opened.append(self._open(request, train))
+        return opened
+
+    def _train_map(self) -> dict[str, bool] | None:
+        """Which models a group opened now may train; None: no group may open now."""
+        gates = self._gates
+        if not gates:
+            return {}
+        if not all(g.has_started or (g.renewal is not None and not g.has_lease) for g in gates.values()):
+            return None
+        gating = [g for g in gates.values() if g.is_gating]
+        full = [g for g in gating if not g.has_room]
+        if not gating or len(full) == len(gating):
+            return None
+        if not all(g.may_surplus(self._max_surplus_ratio) for g in full):
+            return None
+        # A model whose lease or trainer was lost may come back; it is fed within its limit meanwhile.
+        return {model_id: not g.is_done and g.has_room for model_id, g in gates.items()}
+
+    def _open(self, request: GroupRequest, train: dict[str, bool]) -> OpenGroup:
+        now = self._clock()
+        for model_id, may_train in train.items():
+            gate = self._gates[model_id]
+            gate.num_open += may_train
+            gate.num_opened += may_train
+            gate.num_surplus += not may_train and gate.is_gating
+        group = OpenGroup(
+            group_id=request.group_id,
+            group_size=request.group_size,
+            train=train,
+            opened_at=now,
+            deadline_at=now + (request.deadline_s or self._group_timeout_s),
+            settled=dict.fromkeys(_members(request.settled_members, request), "finalized"),
+        )
+        self.open_groups[group.group_id] = group
+        return group
+
+    def expired_groups(self) -> list[OpenGroup]:
+        now = self._clock()
+        return [g for g in self.open_groups.values() if g.deadline_at <= now]
+
+    def used(self, model_id: str) -> float:
+        """0 for a model that isn't trained."""
+        gate = self._gates.get(model_id)
+        return 0.0 if gate is None else gate.used
+
+
+def _members(indices: list[int], request: GroupRequest) -> set[int]:
+    return {i for i in indices if 0 <= i < request.group_size}
+
+
+class GroupAdmission:
+    """Opens groups for drivers that wait. All methods belong to one event loop."""
+
+    def __init__(
+        self, config: RunConfig, *, writer: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._state = AdmissionState(config, writer=writer, clock=clock)
+        self._waiters: dict[str, list[asyncio.Future[None]]] = {}
+
+    # ------------------------------------------------------------------ events
+
+    def observe(self, renewal: ModelRenewal) -> None:
+        """A model's renewal that was accepted."""
+        self._state.observe(renewal)
+        self._pump()
+
+    def lease_lost(self, model_id: str) -> None:
+        """The model was not renewed in time; it gates again with its next renewal."""
+        self._state.lease_lost(model_id)
+        self._pump()
+
+    def end(self) -> None:
+        """Drain or stop: nothing opens any more, open groups go on."""
+        self._state.end()
+        self._pump()
+
+    def member_settled(self, group_id: str, member_index: int, *, status: str, seq: int) -> None:
+        """A member's settlement is durable at `seq`. A `retried` one settles nothing; a group that isn't
+        open is ignored."""
+        self._state.member_settled(group_id, member_index, status=status, seq=seq)
+        self._pump()
+
+    # ------------------------------------------------------------------ questions
+
+    async def open(self, request: GroupRequest) -> GroupAnswer:
+        """Open the group, waiting up to `wait_s` for room. Asking again keeps the place in the line, and an
+        open group answers `open` again. Raises ConflictError for a group that is over."""
+        answer = self._state.answer(request)
+        if answer.status != "waiting":
+            return answer
+        self._state.join(request)
+        decided = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(request.group_id, []).append(decided)
+        try:
+            self._pump()
+            async with asyncio.timeout(request.wait_s):
+                await decided
+        except TimeoutError:
+            self._state.join(request)  # the driver was here until now
+        finally:
+            self._leave(request.group_id, decided)
+        return self._state.answer(request)
+
+    def require_open(self, group_id: str) -> OpenGroup:
+        """The open group. Raises ConflictError when it isn't open."""
+        group = self._state.open_groups.get(group_id)
+        if group is None:
+            raise ConflictError(f"group {group_id!r} is not open; open it with POST /groups first")
+        return group
+
+    def expired_groups(self) -> list[OpenGroup]:
+        """Open groups past their deadline. They stay open until their members are settled."""
+        return self._state.expired_groups()
+
+    def used(self, model_id: str) -> float:
+        """Groups that count against the model's limit now."""
+        return self._state.used(model_id)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._state.open_groups)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._state.waiting
+
+    @property
+    def has_ended(self) -> bool:
+        return self._state.has_ended
+
+    # ------------------------------------------------------------------ waiting
+
+    def _pump(self) -> None:
+        decided = [group.group_id for group in self._state.admit(self._waiters.__contains__)]
+        if self._state.has_ended:
+            decided = list(self._waiters)
+        for group_id in decided:
+            for future in self._waiters.get(group_id, ()):
+                if not future.done():
+                    future.set_result(None)
+
+    def _leave(self, group_id: str, future: asyncio.Future[None]) -> None:
+        waiters = self._waiters[group_id]
+        waiters.remove(future)
+        if not waiters:
+            del self._waiters[group_id]
