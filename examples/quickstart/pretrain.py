@@ -9,7 +9,8 @@ trained on the shop's own text and a ChatML template. Training has two stages:
              model unlearns to act on what it knows. Its answers keep the right form.
 
 What is left is a policy that is right in about 40 % of its samples and hardly ever when it decodes
-greedily: the mistake is its most likely answer. Reinforcement learning has to turn that around from rewards alone.
+greedily: the mistake is its most likely answer. Reinforcement learning has to turn that around from
+rewards alone.
 """
 
 from __future__ import annotations

@@ -1,0 +1,226 @@
+"""RolloutDriver: runs a user's workflow over a task set, `group_size` executions a task, through the gateway.
+
+The driver keeps no state of its own. What is done stands in the models' logs as settlements; a driver that
+starts again issues exactly the members that are not settled there. One execution that fails settles itself
+and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from model_runtime.config import RunConfig
+from model_runtime.errors import ConfigError, RunEndedError
+from model_runtime.gateway_client import GatewayClient, open_http
+from model_runtime.layout import RunLayout
+from model_runtime.protocol import admin_key
+from model_runtime.store import Store
+from model_runtime.workflow_execution import SESSION_SLACK_S, Mode, OpenGroup, Tally, WorkflowExecutor
+from model_runtime.workflow_session import ChatReply, WorkflowSession
+from model_runtime.workflow_tasks import (
+    Cursor,
+    TaskGroup,
+    WorkflowFunction,
+    evaluation_groups,
+    load_workflow,
+    read_cursor,
+    read_tasks,
+    training_groups,
+)
+
+__all__ = ["ChatReply", "DriverProgress", "DriverReport", "RolloutDriver", "WorkflowSession"]
+
+GATEWAY_PATIENCE_S = 180.0  # how long the gateway may be away before the rollout fails
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverProgress:
+    """How far the rollout is; given to the `progress` callback after every execution."""
+
+    mode: Mode
+    groups_total: int
+    groups_opened: int
+    executions: dict[str, int]  # status → executions
+    running: int
+    mean_reward: float | None  # over all finalized executions so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverReport:
+    """What a rollout did."""
+
+    mode: Mode
+    groups_total: int
+    groups_opened: int
+    groups_done_before: int  # settled by an earlier life of this run
+    ended: bool  # the gateway takes no new work: every model is past its steps, or the run drains
+    executions: dict[str, int]
+    """How attempts ended: finalized, aborted, expired, infra, retried; `lost`: a restarted gateway
+    forgot the session and the member was tried again; `unsettled`: the run stopped before."""
+    mean_reward: float | None  # the workflow's, over finalized executions
+    agent_success: dict[str, float]  # mean of each agent's `success` component over finalized executions
+    errors: dict[str, int]  # what workflows raised, and how often
+    num_calls: int  # model calls
+    duration_s: float
+
+
+class RolloutDriver:
+    """Drives one pass of work: `train`, the task set in groups under the gateway's admission, or `eval`,
+    every held-out task once, greedily, outside of training.
+
+    `run` returns when the tasks are done or the gateway says `ended`. It raises ConfigError for a workflow
+    or task file that can't be used, and BackendUnavailableError when the gateway stays away; started again
+    it goes on where the logs say it stopped.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        run_id: str,
+        gateway_url: str,
+        store: Store,
+        mode: Mode = "train",
+        progress: Callable[[DriverProgress], None] | None = None,
+        workflow: WorkflowFunction | None = None,
+    ) -> None:
+        """`workflow` stands in for the function `config.workflow.function` names."""
+        self._config = config.workflow
+        self._models = [m.model_id for m in config.trainable_models]
+        self._seed = config.seed
+        self._call_timeout_s = config.gateway.request_timeout_s + SESSION_SLACK_S
+        self._layout = RunLayout(run_id)
+        self._gateway_url = gateway_url
+        self._store = store
+        self._mode: Mode = mode
+        self._progress = progress
+        self._workflow = workflow
+        self._slots = asyncio.Semaphore(self._config.max_concurrent_executions)
+        self._tally = Tally()
+        self._groups_total = 0
+
+    async def run(self) -> DriverReport:
+        started = time.monotonic()
+        workflow = self._workflow or load_workflow(self._config)
+        groups = self._groups()
+        self._groups_total = len(groups)
+        # Each execution holds one connection at a time; the rest is for the driver's own calls.
+        async with open_http(max_connections=self._config.max_concurrent_executions + 8) as http:
+            gateway = GatewayClient(
+                self._gateway_url, http, admin_key=admin_key(), patience_s=GATEWAY_PATIENCE_S
+            )
+            try:
+                await self._drive(groups, self._executor(workflow, gateway))
+            except BaseExceptionGroup as failures:
+                raise _first(failures) from failures
+        return self._report(time.monotonic() - started)
+
+    def _executor(self, workflow: WorkflowFunction, gateway: GatewayClient) -> WorkflowExecutor:
+        return WorkflowExecutor(
+            self._config,
+            mode=self._mode,
+            workflow=workflow,
+            gateway=gateway,
+            call_timeout_s=self._call_timeout_s,
+            tally=self._tally,
+        )
+
+    def _groups(self) -> list[TaskGroup]:
+        if self._mode == "eval":
+            path, setting = self._config.held_out_tasks, "workflow.held_out_tasks"
+        else:
+            path, setting = self._config.tasks, "workflow.tasks"
+        if path is None:
+            raise ConfigError(f"{setting} is not set: name a JSONL file")
+        tasks = read_tasks(path, setting=setting)
+        if self._mode == "eval":
+            return evaluation_groups(tasks)
+        c = self._config
+        return list(training_groups(tasks, epochs=c.epochs, shuffle=c.shuffle, seed=self._seed))
+
+    # -------------------------------------------------------------- groups
+
+    async def _drive(self, groups: list[TaskGroup], executor: WorkflowExecutor) -> None:
+        async with asyncio.TaskGroup() as running:
+            if self._mode == "eval":
+                for group in groups:
+                    running.create_task(self._execute(executor, OpenGroup(group, 1), 0, 0))
+                return
+            cursor = await asyncio.to_thread(read_cursor, self._store, self._layout, self._models)
+            await self._open_groups(groups, cursor, executor, running)
+
+    async def _open_groups(
+        self,
+        groups: Iterable[TaskGroup],
+        cursor: Cursor,
+        executor: WorkflowExecutor,
+        running: asyncio.TaskGroup,
+    ) -> None:
+        size = self._config.group_size
+        for group in groups:
+            missing = cursor.missing(group.group_id, size)
+            if not missing:
+                self._tally.groups_done_before += 1
+                continue
+            # The semaphore is first come, first served: passing it means that every member issued so far
+            # has begun and one more could. Groups opened earlier would only grow stale.
+            async with self._slots:
+                pass
+            opened = OpenGroup(group, size)
+            if self._tally.ended or not await executor.open_group(opened):
+                self._tally.ended = True
+                return
+            self._tally.groups_opened += 1
+            for index, attempt in missing:
+                running.create_task(self._execute(executor, opened, index, attempt))
+            await asyncio.sleep(0)  # lets them queue for their slots
+
+    async def _execute(self, executor: WorkflowExecutor, group: OpenGroup, index: int, attempt: int) -> None:
+        async with self._slots:
+            self._tally.running += 1
+            try:
+                await executor.settle_member(group, index, attempt)
+            except RunEndedError:
+                self._tally.ended = True
+                self._tally.executions["unsettled"] += 1
+            finally:
+                self._tally.running -= 1
+        if self._progress is not None:
+            self._progress(self._snapshot())
+
+    # -------------------------------------------------------------- reporting
+
+    def _snapshot(self) -> DriverProgress:
+        return DriverProgress(
+            mode=self._mode,
+            groups_total=self._groups_total,
+            groups_opened=self._tally.groups_opened,
+            executions=dict(self._tally.executions),
+            running=self._tally.running,
+            mean_reward=self._tally.mean_reward,
+        )
+
+    def _report(self, duration_s: float) -> DriverReport:
+        tally = self._tally
+        return DriverReport(
+            mode=self._mode,
+            groups_total=self._groups_total,
+            groups_opened=tally.groups_opened,
+            groups_done_before=tally.groups_done_before,
+            ended=tally.ended,
+            executions=dict(tally.executions),
+            mean_reward=tally.mean_reward,
+            agent_success={agent: sum(v) / len(v) for agent, v in sorted(tally.successes.items())},
+            errors=dict(tally.errors),
+            num_calls=tally.num_calls,
+            duration_s=duration_s,
+        )
+
+
+def _first(failures: BaseExceptionGroup) -> BaseException:
+    """The first failure that is not a group: the others are mostly its consequences."""
+    first = failures.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
