@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
-from tenacity import AsyncRetrying, retry_if_exception, wait_exponential_jitter
+from tenacity import AsyncRetrying, retry_if_exception, wait_exponential, wait_random
 
 from model_runtime.config import GatewayConfig
 from model_runtime.errors import CorruptObjectError, ObjectExistsError, StoreError, StoreUnavailableError
@@ -200,8 +200,9 @@ class TrajectoryIngestor:
             try:
                 await self._write(list(commit.pending.values()))
             except Exception as error:  # fails its own callers, never the next commit
+                cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
                 for pending in commit.pending.values():
-                    _fail(pending, error)
+                    _fail(pending, cause)
             finally:
                 self._writing = None
 
@@ -213,7 +214,9 @@ class TrajectoryIngestor:
         if shards:
             entry_key = self._layout.journal_entry(self._writer, self._next_commit)
             await self._persistently(entry_key, msgspec.msgpack.encode(JournalEntry(shards)))
-            await asyncio.gather(*(self._persistently(key, data) for key, data in shards.items()))
+            async with asyncio.TaskGroup() as writes:
+                for key, data in shards.items():
+                    writes.create_task(self._persistently(key, data))
             await self._delete_entry(entry_key)
         has_training = any(e.mode == "train" for e in executions)
         seq = self._next_log_seq if has_training else self._next_commit
@@ -259,7 +262,7 @@ class TrajectoryIngestor:
         """Create the object, whatever it takes. Raises ObjectExistsError: then another writes our name."""
         async for attempt in AsyncRetrying(
             retry=retry_if_exception(_may_pass),
-            wait=wait_exponential_jitter(initial=self._retry_after_s, max=10.0, jitter=self._retry_after_s),
+            wait=wait_exponential(self._retry_after_s, max=10.0) + wait_random(0, self._retry_after_s),
             reraise=True,
         ):
             with attempt:
