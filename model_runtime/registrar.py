@@ -137,9 +137,7 @@ class Registrar:
     def _take(self, renewal: ModelRenewal, answer: RenewalAnswer) -> None:
         self.last_answer = answer
         if answer.superseded or answer.epoch > self._epoch:
-            self._stop(
-                f"superseded: the gateway knows epoch {answer.epoch}, this runtime is of {self._epoch}"
-            )
+            self.stop(f"superseded: the gateway knows epoch {answer.epoch}, this runtime is of {self._epoch}")
         else:
             self._acknowledged = renewal.published_version
             self._want(answer.desired, "asked by the parent")
@@ -151,9 +149,10 @@ class Registrar:
             return  # stop is sticky
         self.desired = desired
         if desired == "stop":
-            self._stop(why)
+            self.stop(why)
 
-    def _stop(self, reason: str) -> None:
+    def stop(self, reason: str) -> None:
+        """Note that this runtime is to stop; the first reason counts."""
         if self.stop_reason is None:
             logger.info("%s: stopping: %s", self._model_id, reason)
             self.desired = "stop"
@@ -186,7 +185,7 @@ class Registrar:
             return
         epoch, desired = found
         if epoch > self._epoch:
-            self._stop(f"superseded: epoch {epoch} leads this run, this runtime is of {self._epoch}")
+            self.stop(f"superseded: epoch {epoch} leads this run, this runtime is of {self._epoch}")
         elif desired is not None and desired.epoch == self._epoch:
             self._want(desired.state, f"asked in the store: {desired.reason or desired.state}")
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from model_runtime import adapters
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.devices import assign_gpus, check_gpus, cuda_numbers, visible_gpus
-from model_runtime.errors import ConfigError, RepertoryError
+from model_runtime.errors import ConfigError, RepertoryError, SupersededError
 from model_runtime.layout import RunLayout
 from model_runtime.metrics import MetricsWriter
 from model_runtime.protocol import (
@@ -240,7 +240,7 @@ class ModelAsyncRuntime:
         self._registering = asyncio.create_task(self.registrar.run())
 
     def _prepare_store(self) -> int | None:
-        """Put the tokenizer there, and a frozen model's adapter as version 0; the newest committed version."""
+        """Put the tokenizer there, and a frozen model's adapter as version 0; the newest version there."""
         self._tokenizer_key = publish_tokenizer(self._store, self._model_layout, self.model)
         if self.parameter_synchronizer.base_served:
             return 0
@@ -370,7 +370,11 @@ class ModelAsyncRuntime:
     def _background_ended(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)
         error = None if task.cancelled() else task.exception()
-        self._state_changed() if error is None else self._fail(error)
+        if isinstance(error, SupersededError):
+            self.registrar.stop(str(error))
+        elif error is not None:
+            self._fail(error)
+        self._state_changed()
 
     def _fail(self, error: BaseException) -> None:
         """The model has failed for good; the first reason counts."""

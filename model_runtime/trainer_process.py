@@ -17,13 +17,15 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from model_runtime.errors import TrainerError
+from model_runtime.errors import SupersededError, TrainerError
 from model_runtime.processes import ChildProcess
 from model_runtime.protocol import CONTROL_FILE, STATUS_FILE, TrainerControl, TrainerSpec, TrainerStatus
 from model_runtime.versions import Changed
 
 logger = logging.getLogger(__name__)
 
+TRAINER_ARGV = (sys.executable, "-m", "model_runtime.trainer")
+SUPERSEDED_EXIT_CODE = 3
 ENDED_WELL = frozenset({"drained", "finished", "no_signal"})
 
 
@@ -35,8 +37,8 @@ class TrainerLimits:
     forgiven_after_s: float = 600.0  # a trainer that lived this long starts a new row
     backoff_s: float = 1.0  # before the first restart; doubles up to max_backoff_s
     max_backoff_s: float = 30.0
-    load_s: float = 600.0  # from its start to its first heartbeat
-    hang_s: float = 120.0  # without a heartbeat: hung
+    load_s: float = 300.0  # from its start to its first heartbeat
+    hang_s: float = 45.0  # without a heartbeat: hung. A trainer that works beats, however long a step takes
     poll_s: float = 0.05
     grace_s: float = 8.0  # between SIGTERM and SIGKILL
 
@@ -44,8 +46,7 @@ class TrainerLimits:
 class TrainerProcess:
     """Keeps one trainer running until it has ended well.
 
-    `argv` is the command, without its last argument: the spec's path. `on_status` is called whenever what
-    the trainer says has changed, heartbeats aside.
+    `on_status` is called whenever what the trainer says has changed, heartbeats aside.
     """
 
     def __init__(
@@ -54,7 +55,6 @@ class TrainerProcess:
         *,
         logs: Path,
         env: Mapping[str, str] | None = None,
-        argv: tuple[str, ...] = (sys.executable, "-m", "model_runtime.trainer"),
         on_status: Callable[[TrainerStatus], None] = lambda status: None,
         limits: TrainerLimits = TrainerLimits(),
     ) -> None:
@@ -66,7 +66,6 @@ class TrainerProcess:
         self._mailbox = Path(spec.mailbox)
         self._logs = logs
         self._env = env
-        self._argv = argv
         self._on_status = on_status
         self._limits = limits
         self._control: TrainerControl | None = None
@@ -85,14 +84,14 @@ class TrainerProcess:
 
     async def wait_loaded(self) -> None:
         """Wait until the trainer has loaded its model. `run` must be under way."""
-        while self.status is None or self.status.state == "loading":
+        while self.status is None or self.status.state in ("loading", "failed"):  # the latter is restarted
             await self._changed.wait()
 
     async def run(self) -> None:
         """Start the trainer, and again whenever it dies or hangs; return when it has ended well.
 
-        Raises TrainerError with the last reason and the end of the log when the restarts are used up. When
-        cancelled it stops the trainer first.
+        Raises TrainerError with the last reason and the end of the log when the restarts are used up, and
+        SupersededError when the trainer saw a newer epoch. When cancelled it stops the trainer first.
         """
         spec_path = self._mailbox / "trainer_spec.json"
         _replace(spec_path, self._spec.model_dump_json(indent=1))
@@ -121,7 +120,7 @@ class TrainerProcess:
         status_path = self._mailbox / STATUS_FILE
         status_path.unlink(missing_ok=True)  # an earlier life's last words are not this one's
         child = await ChildProcess.start(
-            [*self._argv, str(spec_path)], log_path=log_path, env=self._env, grace_s=self._limits.grace_s
+            [*TRAINER_ARGV, str(spec_path)], log_path=log_path, env=self._env, grace_s=self._limits.grace_s
         )
         self.pid = child.pid
         try:
@@ -157,7 +156,10 @@ class TrainerProcess:
 
     def _why_it_ended(self, child: ChildProcess, last: TrainerStatus | None) -> str | None:
         state = last.state if last else None
-        if child.returncode == 0 and state in ENDED_WELL:
+        if child.returncode == SUPERSEDED_EXIT_CODE:
+            raise SupersededError(last.reason if last else "the trainer saw a newer epoch")
+        told_to_stop = self._control is not None and self._control.desired == "stop"
+        if child.returncode == 0 and (state in ENDED_WELL or told_to_stop):
             return None
         if last is not None and state == "failed":
             return f"the trainer failed: {last.reason}"

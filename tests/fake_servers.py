@@ -180,7 +180,7 @@ class FakeGateway:
             await runner.cleanup()
 
 
-async def until(condition: Callable[[], object], *, timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], object], *, timeout_s: float = 15.0) -> None:
     """Wait until the condition holds; fail after `timeout_s`."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
