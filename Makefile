@@ -1,0 +1,43 @@
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PY := .venv/bin/python
+# More threads than free cores make vLLM and torch many times slower.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install run test test-all lint format type bench doctor gpu-check clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install:  ## make or update both environments (REPERTORY_DEVICE=cpu|cuda, PYTHON=…)
+	@deployments/install.sh
+
+run: install  ## train the two policies of examples/quickstart and print the result
+	@.venv/bin/repertory up examples/quickstart/config.yaml
+
+test: install  ## all tests but those that take minutes
+	@$(PY) -m pytest -m "not slow and not gpu"
+
+test-all: install  ## every test a machine without a GPU can run
+	@$(PY) -m pytest -m "not gpu"
+
+lint: install  ## ruff: rules and format
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+
+format: install  ## apply what `lint` wants
+	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
+
+type: install  ## pyright
+	@.venv/bin/pyright
+
+bench: install  ## every benchmark, one after the other
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script"; done
+
+doctor: install  ## what this machine lacks for the quickstart
+	@.venv/bin/repertory doctor examples/quickstart/config.yaml
+
+gpu-check: install  ## one NVIDIA GPU: CUDA vLLM, swap, exactness, a training step (8 minutes at most)
+	@$(PY) deployments/gpu_check.py
+
+clean:  ## remove the environments and caches; runs stay
+	rm -rf .venv .venv-vllm .install.lock .ruff_cache .pytest_cache .hypothesis
