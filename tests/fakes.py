@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
@@ -303,8 +304,15 @@ CHATML = (
 CHATML_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool>")
 
 
-def make_tokenizer(specials: Sequence[str] = CHATML_SPECIALS) -> Any:
+def make_tokenizer() -> Any:
     """A byte-level BPE with a few merges; the special tokens have ids 0, 1, 2, …"""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(_tokenizer_json())
+
+
+@cache
+def _tokenizer_json() -> str:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -312,13 +320,13 @@ def make_tokenizer(specials: Sequence[str] = CHATML_SPECIALS) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=list(specials),
+        special_tokens=list(CHATML_SPECIALS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     corpus = ["hello world, what is the capital of France? the answer is user assistant system tool"] * 3
     tokenizer.train_from_iterator(corpus, trainer)
-    return tokenizer
+    return tokenizer.to_str()
 
 
 def make_tokenizer_document(*, chat_template: str = CHATML, **overrides: Any) -> TokenizerDocument:
@@ -435,7 +443,7 @@ def aiohttp_server(make_app: Callable[[], Any]) -> Iterator[str]:
     up, stop = threading.Event(), asyncio.Event()
 
     async def main() -> None:
-        runner = web.AppRunner(make_app(), handler_cancellation=True, shutdown_timeout=1.0)
+        runner = web.AppRunner(make_app(), handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()

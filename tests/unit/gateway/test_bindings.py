@@ -1,0 +1,202 @@
+"""Leases, order of renewals, readiness and placement."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from gateway.bindings import FAILURE_COOLDOWN_S, GatewayBindingRegistry
+from gateway.route_table import AgentModelRouteTable
+from model_runtime.errors import ModelNotReadyError, UnknownAgentError, UnknownModelError
+from model_runtime.protocol import ModelRenewal
+from model_runtime.store import Store
+from tests.fakes import make_tokenizer_document
+
+TOKENIZER = "run/models/m/tokenizer/t.json"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def registry(local_store: Store, clock: Clock) -> AsyncIterator[GatewayBindingRegistry]:
+    local_store.put(TOKENIZER, make_tokenizer_document().to_bytes())
+    async with aiohttp.ClientSession() as http:
+        registry = GatewayBindingRegistry(
+            ["m", "other"], store=local_store, lease_s=10, http=http, clock=clock
+        )
+        yield registry
+        await registry.close()
+
+
+def renewal(seq: int = 1, *, replicas: tuple[str, ...] = ("r0",), **overrides: Any) -> ModelRenewal:
+    fields: dict[str, Any] = {
+        "model_id": "m",
+        "epoch": 1,
+        "incarnation": 1,
+        "seq": seq,
+        "kind": "trainable",
+        "status": "ready",
+        "replicas": [{"replica_id": r, "url": f"http://{r}", "api_key": "k"} for r in replicas],
+        "published_version": 0,
+        "tokenizer_uri": TOKENIZER,
+    }
+    return ModelRenewal.model_validate(fields | overrides)
+
+
+async def ready(registry: GatewayBindingRegistry, **overrides: Any) -> None:
+    registry.renew(renewal(**overrides))
+    await registry.wait_until_ready("m", registry._clock() + 5)
+
+
+async def test_a_model_is_ready_once_it_has_a_replica_a_version_a_tokenizer_and_a_lease(
+    registry: GatewayBindingRegistry, clock: Clock
+) -> None:
+    binding = registry.get("m")
+    assert "not registered" in (registry.why_not_ready(binding) or "")
+    registry.renew(renewal(1, status="starting"))
+    assert "is starting" in (registry.why_not_ready(binding) or "")
+    registry.renew(renewal(2, published_version=None))
+    assert "no published version" in (registry.why_not_ready(binding) or "")
+    registry.renew(renewal(3, replicas=()))
+    assert "none of its rollout servers" in (registry.why_not_ready(binding) or "")
+    await ready(registry, seq=4)
+    registry.renew(renewal(5, status="syncing"))
+    assert registry.is_ready("m")
+    registry.renew(renewal(6, status="failed", reason="out of memory"))
+    assert "is failed: out of memory" in (registry.why_not_ready(binding) or "")
+    registry.renew(renewal(7))
+    clock.now += 10.1
+    assert "last heard of 10.1 s ago" in (registry.why_not_ready(binding) or "")
+
+
+async def test_a_lost_lease_is_reported_once_and_again_after_a_renewal(
+    registry: GatewayBindingRegistry, clock: Clock
+) -> None:
+    await ready(registry)
+    assert registry.newly_lost() == []
+    clock.now += 11
+    assert registry.newly_lost() == ["m"]
+    assert registry.newly_lost() == []
+    registry.renew(renewal(2))
+    assert registry.is_ready("m")
+    clock.now += 11
+    assert registry.newly_lost() == ["m"]
+
+
+async def test_an_earlier_life_is_superseded_and_a_late_packet_changes_nothing(
+    registry: GatewayBindingRegistry,
+) -> None:
+    assert registry.renew(renewal(5, incarnation=2, published_version=3))
+    assert not registry.renew(renewal(9, incarnation=1, published_version=1))
+    assert not registry.renew(renewal(9, epoch=0, incarnation=7, published_version=1))
+    assert registry.renew(renewal(4, incarnation=2, published_version=2))
+    assert registry.get("m").published_version == 3
+    assert registry.renew(renewal(1, incarnation=3, published_version=4))
+    assert registry.get("m").published_version == 4
+
+
+async def test_waiting_ends_with_readiness_or_names_the_reason_at_the_deadline(
+    registry: GatewayBindingRegistry, clock: Clock
+) -> None:
+    waiting = asyncio.ensure_future(registry.wait_until_ready("m", clock.now + 5))
+    await asyncio.sleep(0)
+    assert registry.get("m").waiting == 1
+    registry.renew(renewal())
+    assert (await asyncio.wait_for(waiting, 5)).published_version == 0
+    assert registry.get("m").waiting == 0
+    late = asyncio.ensure_future(registry.wait_until_ready("other", clock.now + 0.05))
+    await asyncio.sleep(0)
+    clock.now += 1
+    with pytest.raises(ModelNotReadyError, match=r"'other'.*not registered"):
+        await asyncio.wait_for(late, 5)
+
+
+async def test_a_tokenizer_that_can_not_be_read_is_the_reason_and_is_tried_again(
+    registry: GatewayBindingRegistry, local_store: Store
+) -> None:
+    uri = "run/models/m/tokenizer/missing.json"
+    registry.renew(renewal(1, tokenizer_uri=uri))
+    binding = registry.get("m")
+    await asyncio.wait_for(binding.changed.wait(), 5)
+    assert "can't be loaded" in (registry.why_not_ready(binding) or "")
+    local_store.put(uri, make_tokenizer_document().to_bytes())
+    await ready(registry, seq=2, tokenizer_uri=uri)
+
+
+async def test_unknown_models_and_agents_are_refused_by_name(registry: GatewayBindingRegistry) -> None:
+    with pytest.raises(UnknownModelError, match=r"no model 'x'.*\['m', 'other'\]"):
+        registry.get("x")
+    with pytest.raises(UnknownAgentError, match=r"no agent 'x'.*\['a', 'b'\]"):
+        AgentModelRouteTable({"b": "m", "a": "m"}).model_of("x")
+
+
+async def test_requests_go_to_the_least_loaded_replica_and_sessions_stay_where_they_were(
+    registry: GatewayBindingRegistry,
+) -> None:
+    await ready(registry, replicas=("r0", "r1"))
+    binding = registry.get("m")
+    first: dict[str, str] = {}
+    second: dict[str, str] = {}
+    with registry.place(binding, first) as a, registry.place(binding, second) as b:
+        assert {a.replica_id, b.replica_id} == {"r0", "r1"}
+        with registry.place(binding, first) as again:
+            assert again.replica_id == a.replica_id
+    registry.renew(renewal(2, replicas=(b.replica_id,)))
+    with registry.place(binding, first) as elsewhere:
+        assert elsewhere.replica_id == b.replica_id
+    assert binding.running == 0
+
+
+async def test_a_replica_that_failed_is_passed_over_for_a_moment(
+    registry: GatewayBindingRegistry, clock: Clock
+) -> None:
+    await ready(registry, replicas=("r0", "r1"))
+    binding = registry.get("m")
+    session = {"m": "r0"}
+    registry.note_failure(binding, "r0")
+    with registry.place(binding, session) as place:
+        assert place.replica_id == "r1"
+    registry.note_failure(binding, "r1")
+    with registry.place(binding, {}) as place:  # none is healthy: any is better than none
+        assert place.replica_id in ("r0", "r1")
+    clock.now += FAILURE_COOLDOWN_S
+    with registry.place(binding, {"m": "r0"}) as place:
+        assert place.replica_id == "r0"
+
+
+async def test_requests_in_flight_are_counted_under_the_version_they_began_with(
+    registry: GatewayBindingRegistry,
+) -> None:
+    await ready(registry)
+    binding = registry.get("m")
+    with registry.place(binding, {}) as old:
+        registry.renew(renewal(2, published_version=1))
+        with registry.place(binding, {}) as new:
+            assert (old.version, new.version) == (0, 1)
+            assert dict(binding.inflight_versions) == {0: 1, 1: 1}
+    assert dict(binding.inflight_versions) == {}
+
+
+async def test_a_replica_restarted_under_its_name_gets_a_new_client(registry: GatewayBindingRegistry) -> None:
+    await ready(registry)
+    handle = registry.get("m").replicas["r0"]
+    registry.renew(renewal(2))
+    assert registry.get("m").replicas["r0"] is handle
+    moved = {"replica_id": "r0", "url": "http://elsewhere", "api_key": "k"}
+    registry.renew(ModelRenewal.model_validate(renewal(4).model_dump(mode="json") | {"replicas": [moved]}))
+    assert registry.get("m").replicas["r0"].client.url == "http://elsewhere"
