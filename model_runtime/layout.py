@@ -13,6 +13,7 @@
   models/<model_id>/checkpoints/step-<n>/        training state + MANIFEST.json, marker last
   models/<model_id>/metrics/<stream>/<epoch>-<incarnation>-<chunk>.jsonl
   snapshots/<n>.json                             one version per model
+  evaluations/<epoch>.json                       the held-out tasks with the last versions
 """
 
 from __future__ import annotations
@@ -137,6 +138,9 @@ class RunLayout:
 
     def snapshot(self, number: int) -> str:
         return f"{self.run_id}/snapshots/{number:0{_SEQ_DIGITS}d}.json"
+
+    def evaluation(self, epoch: int) -> str:
+        return f"{self.run_id}/evaluations/{epoch:0{_SEQ_DIGITS}d}.json"
 
     def model(self, model_id: str) -> ModelLayout:
         return ModelLayout(f"{self.run_id}/models/{model_id}")

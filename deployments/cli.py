@@ -1,0 +1,196 @@
+"""The command line, `repertory`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from deployments.home import known_runs, new_run_id, recall_run
+from model_runtime.config import RunConfig, load_config
+from model_runtime.errors import ConfigError, RepertoryError, RunFailedError
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+app = typer.Typer(
+    name="repertory",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="""Trains several LLM policies at once from the work of a multi-agent system.
+
+**Examples**
+
+- `repertory up examples/quickstart/config.yaml` – two tiny policies learn together, in minutes, on a CPU
+- `repertory up config.yaml --resume RUN_ID` – go on with a run that was stopped
+- `repertory validate config.yaml` – is the file right?
+- `repertory doctor config.yaml` – can this machine run it?
+- `repertory status` – what has run here, and what runs now
+- `repertory export RUN_ID MODEL --to DIR` – the trained adapter, as PEFT and vLLM read it
+""",
+)
+
+ConfigArgument = Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")]
+RunArgument = Annotated[str, typer.Argument(help="Id of the run, as `status` lists it.", metavar="RUN_ID")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+
+
+@app.command()
+def up(
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="YAML file of the run; may be left out with --resume.", metavar="CONFIG"),
+    ] = None,
+    run_id: Annotated[str | None, typer.Option(help="Name the new run yourself.", metavar="RUN_ID")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Go on with this run, from its last checkpoint.", metavar="RUN_ID")
+    ] = None,
+    json: JsonOption = False,
+    ui: Annotated[bool, typer.Option("--ui/--no-ui", help="Serve Prefect's dashboard.")] = True,
+    keep_ui: Annotated[bool, typer.Option("--keep-ui", help="Leave the dashboard up after the run.")] = False,
+) -> None:
+    """Start Prefect, serve the deployments, run, follow it live, print the result.
+
+    Ctrl-C stops every process and leaves a run that can be resumed; a second one does not wait.
+    """
+    console = Console(stderr=json)
+    settings, path, name = _what_to_run(config, run_id, resume)
+    for warning in settings.warnings():
+        console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+    again = f"repertory up {path or ''}".rstrip() + f" --resume {name}"
+    _follow_run(console, settings, path, name, again, json=json, ui=ui, keep_ui=keep_ui)
+
+
+def _what_to_run(
+    config: Path | None, run_id: str | None, resume: str | None
+) -> tuple[RunConfig, str | None, str]:
+    """(settings, path of their file, run id), from a file, from what this home remembers, or both."""
+    if run_id and resume:
+        raise ConfigError("--run-id names a new run, --resume goes on with an old one: give one of them")
+    if config is None and resume is None:
+        raise ConfigError("give a CONFIG file, or --resume RUN_ID")
+    if config is None:
+        assert resume is not None
+        record = recall_run(resume)
+        return record.config, record.config_path, resume
+    settings = load_config(config)
+    return settings, str(config), resume or run_id or new_run_id(settings.name)
+
+
+def _follow_run(
+    console: Console,
+    settings: RunConfig,
+    path: str | None,
+    name: str,
+    again: str,
+    *,
+    json: bool,
+    ui: bool,
+    keep_ui: bool,
+) -> None:
+    console.print(f"run {name}: starting (Ctrl-C stops it; it can be resumed)", highlight=False)
+    from deployments.local import Launch  # Prefect's client: a second or more to import
+    from deployments.summary_view import print_summary
+    from deployments.up import Interrupted, TerminalView, run_interruptible, run_to_end
+
+    view = TerminalView(console, run_id=name)
+    launch = Launch(settings, name, view.say, ui=ui, config_path=path)
+    try:
+        with view:
+            summary = run_interruptible(lambda: run_to_end(launch, view, keep_ui=keep_ui))
+    except Interrupted:
+        console.print(f"stopped; no process is left. Go on with:\n  {again}", highlight=False, markup=False)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except RunFailedError as error:
+        _say_error(str(error))
+        console.print(f"Go on with:\n  {again}", highlight=False, markup=False)
+        raise typer.Exit(EXIT_FAILED) from None
+    if json:
+        sys.stdout.write(summary.model_dump_json(indent=1) + "\n")
+        return
+    print_summary(console, summary)
+    console.print(summary.summary_uri.removeprefix("file://"), highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def validate(config: ConfigArgument) -> None:
+    """Check a file: every wrong field with its value and what is allowed."""
+    settings = load_config(config)
+    console = Console()
+    for model in settings.models:
+        agents = [agent for agent, model_id in settings.agent_to_model.items() if model_id == model.model_id]
+        console.print(f"{model.model_id} ({model.kind}): {', '.join(agents)}", highlight=False)
+    for warning in settings.warnings():
+        console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+    console.print(f"{config}: valid")
+
+
+@app.command()
+def status(
+    run_id: Annotated[str | None, typer.Argument(metavar="RUN_ID")] = None, json: JsonOption = False
+) -> None:
+    """The state of a run, live if it runs; without RUN_ID, every run launched from here."""
+    from deployments.run_status import list_runs, show_run
+
+    if run_id is None:
+        list_runs(known_runs(), Console(), as_json=json)
+    else:
+        show_run(recall_run(run_id), Console(), as_json=json)
+
+
+@app.command()
+def stop(run_id: RunArgument) -> None:
+    """Stop a run so that it can be resumed. Waits until its processes are down."""
+    from deployments.run_status import stop_run
+
+    stop_run(recall_run(run_id), Console())
+
+
+@app.command()
+def export(
+    run_id: RunArgument,
+    model: Annotated[str, typer.Argument(help="Model id.", metavar="MODEL")],
+    to: Annotated[Path, typer.Option(help="Folder to write the adapter to.", metavar="DIR")],
+    version: Annotated[int | None, typer.Option(help="Version; the newest if left out.", metavar="N")] = None,
+) -> None:
+    """Fetch an adapter: `peft.PeftModel.from_pretrained` and vLLM load the folder."""
+    from model_runtime import adapters
+    from model_runtime.store import open_store
+
+    record = recall_run(run_id)
+    record.config.model(model)
+    document = adapters.export(open_store(record.config.store), run_id, model, version, to)
+    Console().print(
+        f"{model} v{document.version} (step {document.step}): {to}", highlight=False, soft_wrap=True
+    )
+
+
+def _say_error(message: str) -> None:
+    Console(stderr=True).print(f"[red]error:[/red] {_escaped(message)}", highlight=False, soft_wrap=True)
+
+
+def _escaped(message: str) -> str:
+    return message.replace("[", "\\[")
+
+
+def main() -> NoReturn:
+    """Entry point: every error raised on purpose is one message, without a traceback."""
+    try:
+        app(standalone_mode=True)
+    except RepertoryError as error:
+        _say_error(str(error))
+        code = EXIT_USAGE
+    except KeyboardInterrupt:  # before anything was started
+        code = EXIT_INTERRUPTED
+    else:
+        code = 0
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Everything on one machine: a Prefect server of our own, a runner that serves the deployments, one run.
+
+    summary = train(load_config("config.yaml"))          # from Python
+    python -m deployments.local serve CONFIG.json        # what the launcher starts as the runner
+
+Both processes are children that die with the launcher, whatever ends it; the flows in turn watch their
+runner. A Prefect of one's own ($PREFECT_API_URL) is used instead of the embedded server when it is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deployments.home import (
+    RunRecord,
+    StackRecord,
+    admin_key,
+    announced_stack,
+    exclusive_home,
+    remember_run,
+)
+from deployments.prefect_client import PARENT_FLOW, PrefectApi, require_api
+from model_runtime.config import RunConfig, load_config
+from model_runtime.errors import ProcessError
+from model_runtime.processes import ChildProcess, free_port
+from model_runtime.protocol import ADMIN_KEY_ENV
+from model_runtime.store import open_store
+from model_runtime.workspace import HOME_ENV, home
+
+PREFECT = (sys.executable, "-m", "prefect")
+PREFERRED_PORT = 4200
+SERVER_LIMIT_S = 180.0
+"""Longest wait for the server: the first start makes its database."""
+RUNNER_LIMIT_S = 120.0
+STOP_LIMIT_S = 45.0
+"""Longest wait for the flow runs to end before their processes are ended."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class LocalStack:
+    """A Prefect server (ours or given) and a runner that serves one config's deployments."""
+
+    config: RunConfig
+    say: Say
+    ui: bool = True
+    api: PrefectApi = field(init=False)
+    server: ChildProcess | None = None
+    runner: ChildProcess | None = None
+
+    async def start(self) -> None:
+        """Bring both up, saying what is waited for. Raises ProcessError with the end of a log."""
+        given = os.environ.get("PREFECT_API_URL")
+        if given:
+            self.api = PrefectApi(given.rstrip("/"))
+            await require_api(self.api)
+            self.say(f"Prefect at {self.api.api_url}")
+        else:
+            await self._start_server()
+            for name in await self.api.bury():
+                self.say(f"flow run {name} had lost its runner: set to Crashed")
+        await self._start_runner()
+
+    async def stop(self) -> None:
+        """Runner first, so that no flow run outlives it; then the server. Idempotent."""
+        for child in (self.runner, self.server):
+            if child is not None:
+                await child.stop()
+
+    def check_alive(self) -> None:
+        """Raise ProcessError when the server or the runner has died."""
+        for what, child in (("Prefect server", self.server), ("runner", self.runner)):
+            if child is not None and child.returncode is not None:
+                raise ProcessError(
+                    f"the {what} died (exit code {child.returncode}, log {child.log_path}):\n{child.log_tail()}"
+                )
+
+    async def _start_server(self) -> None:
+        port = PREFERRED_PORT if _is_free(PREFERRED_PORT) else free_port()
+        self.api = PrefectApi(f"http://127.0.0.1:{port}/api")
+        self.server = await ChildProcess.start(
+            [*PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+            log_path=_logs() / "prefect-server.log",
+            env=prefect_env(self.api.api_url, ui=self.ui),
+        )
+        self.say("Prefect server: starting")
+        await self._until(self.api.healthy, SERVER_LIMIT_S, f"the Prefect server on port {port}")
+        self.say(f"Prefect server: ready at {self.api.ui_url}")
+
+    async def _start_runner(self) -> None:
+        launch = uuid.uuid4().hex[:12]
+        file = home() / "serve" / f"{self.config.name}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(self.config.model_dump_json(indent=1))
+        self.runner = await ChildProcess.start(
+            [sys.executable, "-m", "deployments.local", "serve", str(file), launch],
+            log_path=_logs() / "runner.log",
+            env=prefect_env(self.api.api_url, ui=self.ui) | {ADMIN_KEY_ENV: admin_key()},
+            grace_s=20,
+        )
+        self.say("deployments: registering")
+
+        async def served() -> bool:
+            return await self.api.served(f"{PARENT_FLOW}/{self.config.name}", launch)
+
+        await self._until(served, RUNNER_LIMIT_S, "the runner")
+        self.say(f"deployments: served, {len(self.config.models)} models")
+
+    async def _until(self, ready: Callable[[], object], limit_s: float, what: str) -> None:
+        until = time.monotonic() + limit_s
+        while not await ready():  # type: ignore[misc]
+            self.check_alive()
+            if time.monotonic() > until:
+                raise ProcessError(f"{what} was not ready within {limit_s:.0f} s; its log is in {_logs()}")
+            await asyncio.sleep(0.3)
+
+
+def prefect_env(api_url: str, *, ui: bool) -> dict[str, str]:
+    """Environment of the server and of everything that talks to it."""
+    # Reports to Prefect's makers are off; polls are short because one machine bears them.
+    ours = {
+        HOME_ENV: str(home()),
+        "PREFECT_HOME": str(home() / "prefect"),
+        "PREFECT_API_URL": api_url,
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        "PREFECT_SERVER_UI_ENABLED": str(ui).lower(),
+        "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
+        "DO_NOT_TRACK": "1",
+        "PREFECT_RUNNER_POLL_FREQUENCY": "2",
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,model_runtime",
+        "PYTHONUNBUFFERED": "1",
+    }
+    # A loopback server is never behind the environment's proxy.
+    no_proxy = ",".join(filter(None, (os.environ.get("NO_PROXY", ""), "127.0.0.1,localhost")))
+    return dict(os.environ) | ours | {"NO_PROXY": no_proxy, "no_proxy": no_proxy}
+
+
+def serve_deployments(config: RunConfig, launch: str) -> None:
+    """Register the deployments under the version `launch` and run what they are asked for, until ended."""
+    from prefect import serve
+    from prefect.types.entrypoint import EntrypointType
+
+    from flows.model_runtime import model_runtime
+    from flows.multi_model_training import multi_model_training
+    from flows.rollout import rollout
+
+    # By module: every flow process imports the installed package, whatever folder it runs in.
+    common = {"version": launch, "entrypoint_type": EntrypointType.MODULE_PATH}
+    names = [*(m.model_id for m in config.models), "default"]
+    models = [
+        model_runtime.to_deployment(name, tags=[] if name == "default" else [f"model:{name}"], **common)
+        for name in names
+    ]
+    work = rollout.to_deployment("default", **common)
+    # The form of the UI starts from this config; the parent comes last, so its version says all are there.
+    parent = multi_model_training.to_deployment(
+        config.name, parameters={"run_id": "", "config": config.model_dump(mode="json")}, **common
+    )
+    serve(*models, work, parent, limit=2 * (len(config.models) + 4), pause_on_shutdown=False)
+
+
+# -------------------------------------------------------------------------------------------- one run
+
+
+@dataclass(slots=True)
+class Launch:
+    """One training run of this launcher: start it, follow it, end it."""
+
+    config: RunConfig
+    run_id: str
+    say: Say
+    ui: bool = True
+    config_path: str | None = None
+    stack: LocalStack = field(init=False)
+    flow_run_id: uuid.UUID | None = None
+    _exit: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    def __post_init__(self) -> None:
+        self.stack = LocalStack(self.config, self.say, self.ui)
+
+    async def start(self) -> None:
+        """Bring up the stack and create the parent's flow run."""
+        self._exit.enter_context(exclusive_home())
+        await asyncio.to_thread(open_store(self.config.store).check)
+        await self.stack.start()
+        api_url = self.stack.api.api_url
+        remember_run(
+            RunRecord(
+                run_id=self.run_id,
+                config=self.config,
+                config_path=self.config_path,
+                api_url=api_url,
+                launched_at=time.time(),
+            )
+        )
+        self._exit.enter_context(
+            announced_stack(StackRecord(pid=os.getpid(), api_url=api_url, run_id=self.run_id))
+        )
+        self.flow_run_id = (await self.stack.api.launch(self.config, self.run_id)).id
+        self.say(f"run {self.run_id}: {self.stack.api.ui_url}/runs/flow-run/{self.flow_run_id}")
+
+    async def cancel(self) -> list[str]:
+        """Ask the run to stop and wait until its flow runs are final; names of those that are not."""
+        if self.flow_run_id is None:
+            return []
+        await self.stack.api.cancel(self.run_id)
+        left = await self.stack.api.wait_until_none_active(self.run_id, limit_s=STOP_LIMIT_S)
+        return [run.name for run in left]
+
+    async def close(self) -> None:
+        """End runner and server; nothing of this launcher is left."""
+        try:
+            await self.stack.stop()
+        finally:
+            await self._exit.aclose()
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _logs() -> Path:
+    path = home() / "logs"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+if __name__ == "__main__":
+    _, command, path, version = sys.argv
+    assert command == "serve", "usage: python -m deployments.local serve CONFIG LAUNCH"
+    serve_deployments(load_config(path), version)

@@ -1,0 +1,200 @@
+"""Launching one run and following it to its end, on a terminal or silently."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from deployments.home import admin_key
+from deployments.live_view import clock, live_table, plain_line
+from deployments.local import Launch
+from model_runtime.coordinator import read_run
+from model_runtime.errors import RepertoryError, RunFailedError
+from model_runtime.layout import RunLayout
+from model_runtime.protocol import GatewayStatus
+from model_runtime.store import open_store
+from model_runtime.summary import RunSummary, read_summary
+from tasks.gateway_admin import GatewayAdmin
+
+T = TypeVar("T")
+
+POLL_S = 1.0
+PLAIN_EVERY_S = 5.0
+
+
+class Interrupted(RepertoryError):
+    """The user asked to stop; everything has been stopped."""
+
+
+class View(Protocol):
+    """What a run is shown on."""
+
+    def say(self, line: str) -> None: ...
+    def show(self, status: GatewayStatus | None, phase: str) -> None: ...
+
+
+class SilentView:
+    """Nothing is shown."""
+
+    def say(self, line: str) -> None:
+        return
+
+    def show(self, status: GatewayStatus | None, phase: str) -> None:
+        return
+
+
+class TerminalView:
+    """Progress lines, then a table that is redrawn; without a terminal, a line every few seconds."""
+
+    def __init__(self, console: Console, *, run_id: str) -> None:
+        self.ui_url = ""
+        self._console = console
+        self._run_id = run_id
+        self._started_at = time.time()
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._printed_at = 0.0
+        self._last_phase = ""
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.__exit__(kind, error, trace)
+
+    def say(self, line: str) -> None:
+        self._console.print(f"[dim]\\[{clock(time.time() - self._started_at)}][/dim] {line}", highlight=False)
+
+    def show(self, status: GatewayStatus | None, phase: str) -> None:
+        if self._live is not None:
+            elapsed = clock(time.time() - self._started_at)
+            shown = self._table(status) if status and status.models else Text(f"{phase} · {elapsed}")
+            self._live.update(shown, refresh=True)
+        elif status is None or not status.models:
+            if phase != self._last_phase:
+                self._last_phase = phase
+                self.say(phase)
+        elif time.time() - self._printed_at > PLAIN_EVERY_S:
+            self._printed_at = time.time()
+            self._console.print(
+                plain_line(status, started_at=self._started_at), highlight=False, markup=False
+            )
+
+    def _table(self, status: GatewayStatus) -> Any:
+        return live_table(status, run_id=self._run_id, started_at=self._started_at, ui_url=self.ui_url)
+
+
+async def run_to_end(launch: Launch, view: View, *, keep_ui: bool = False) -> RunSummary:
+    """Start, follow, and end with the summary; whatever happens, nothing of it is left running.
+
+    Raises RunFailedError when the run failed or was cancelled from elsewhere. Cancelling this coroutine
+    cancels the run first.
+    """
+    try:
+        await launch.start()
+        if isinstance(view, TerminalView):
+            view.ui_url = launch.stack.api.ui_url
+        began = time.time()
+        outcome = await follow(launch, view)
+        summary = await asyncio.to_thread(_summary_since, launch, began)
+        if keep_ui:
+            view.say(f"the run is over; the dashboard stays at {launch.stack.api.ui_url} until Ctrl-C")
+            await asyncio.Event().wait()
+        if summary is None or outcome is not None:
+            raise RunFailedError(f"run {launch.run_id}: {outcome or 'it left no summary'}")
+        return summary
+    except asyncio.CancelledError:
+        view.say("stopping: waiting for the run's processes to end")
+        left = await launch.cancel()
+        if left:
+            view.say(f"not ended in time, ended by force: {', '.join(left)}")
+        raise
+    finally:
+        await launch.close()
+
+
+async def follow(launch: Launch, view: View) -> str | None:
+    """Show the run until its parent flow run is final. None when it completed, else what happened."""
+    assert launch.flow_run_id is not None, "start() comes first"
+    gateway: GatewayAdmin | None = None
+    try:
+        while True:
+            launch.stack.check_alive()
+            state = await launch.stack.api.state(launch.flow_run_id)
+            if state is not None and state.is_final():
+                await launch.stack.api.wait_until_none_active(launch.run_id, limit_s=45)
+                return None if state.is_completed() else f"{state.name}: {state.message or 'no message'}"
+            gateway = await _gateway_of(launch, gateway)
+            status = await gateway.status() if gateway else None
+            view.show(
+                status, f"run {launch.run_id}: {state.name.lower() if state else 'waiting for Prefect'}"
+            )
+            await asyncio.sleep(POLL_S)
+    finally:
+        if gateway is not None:
+            await gateway.close()
+
+
+async def _gateway_of(launch: Launch, known: GatewayAdmin | None) -> GatewayAdmin | None:
+    """The client of the gateway that run.json names now."""
+    store, layout = open_store(launch.config.store), RunLayout(launch.run_id)
+    try:
+        run = await asyncio.to_thread(read_run, store, layout)
+    except RepertoryError:
+        return known  # the store is away for a moment; the parent sees to it
+    url = run.gateway_url if run else None
+    if known is not None and known.url == url:
+        return known
+    if known is not None:
+        await known.close()
+    return GatewayAdmin(url, key=admin_key()) if url else None
+
+
+def _summary_since(launch: Launch, began: float) -> RunSummary | None:
+    summary = read_summary(open_store(launch.config.store), RunLayout(launch.run_id))
+    return summary if summary is not None and summary.created_at >= began else None
+
+
+def run_interruptible(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run `work` in an event loop. The first Ctrl-C (or SIGTERM, or a closed terminal) cancels it and waits
+    for its cleanup, then Interrupted is raised; the second ends this process at once, and with it its
+    children, whose guardians see to that."""
+    return asyncio.run(_interruptible(work()))
+
+
+async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
+    loop, task, asked = asyncio.get_running_loop(), asyncio.ensure_future(work), 0
+
+    def stop() -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            sys.stderr.write("\nforced: the remaining processes are being ended\n")
+            sys.stderr.flush()
+            os._exit(130)
+        task.cancel()
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in signals:
+        loop.add_signal_handler(number, stop)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise Interrupted("stopped") from None
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,87 @@
+"""The life of one model: serve it, train it, publish each version, until the run wants it no more."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from prefect import flow, runtime
+from prefect.states import Cancelled
+
+from model_runtime.config import RunConfig
+from model_runtime.layout import RunLayout
+from model_runtime.runtime import ModelAsyncRuntime
+from model_runtime.store import open_store
+from tasks.checkpoint import record_checkpoint
+from tasks.lifecycle import Stopped, run_watched
+from tasks.metrics import ModelReporter
+from tasks.publish import publish
+from tasks.reporting import announce
+from tasks.rollout_server import serve, start_server, start_trainer
+from tasks.training import first_version, train_next
+
+
+def _run_name() -> str:
+    given = runtime.flow_run.parameters
+    again = f" (start {given['incarnation']})" if given.get("incarnation", 1) > 1 else ""
+    return f"{given['model_id']} · {given['run_id']}{again}"
+
+
+@flow(name="model-runtime", flow_run_name=_run_name, persist_result=False)
+async def model_runtime(
+    run_id: str, model_id: str, epoch: int, gateway_url: str, config: RunConfig, incarnation: int = 1
+) -> Any:
+    """Serves and trains one model of a run. Started by `multi-model-training`.
+
+    Args:
+        run_id: The run this model belongs to.
+        model_id: Which of the config's models this is.
+        epoch: The life of the parent that started this.
+        gateway_url: Where the model's lease is kept.
+        config: The whole run's configuration.
+        incarnation: Counts the starts of this model within the epoch.
+    """
+    core = ModelAsyncRuntime(
+        config=config,
+        model_id=model_id,
+        run_id=run_id,
+        epoch=epoch,
+        incarnation=incarnation,
+        gateway_url=gateway_url,
+    )
+    outcome = await run_watched(live(core, config))
+    if isinstance(outcome, Stopped):
+        return Cancelled(message=f"stopped: {outcome.reason}")
+    return outcome.value
+
+
+async def live(core: ModelAsyncRuntime, config: RunConfig) -> str:
+    """Start, train and publish until no more versions come, then serve until stopped; the reason."""
+    model = config.model(core.model_id)
+    store, layout = open_store(config.store), RunLayout(core.run_id)
+    reporter = ModelReporter(core, store, layout, model)
+    reporting = asyncio.create_task(reporter.run())
+    try:
+        await asyncio.gather(start_server(core), start_trainer(core))
+        await _train_and_publish(core, store, layout)
+        reason = await serve(core)
+    except Exception as error:
+        announce("model.failed", model_id=core.model_id, run_id=core.run_id, reason=str(error)[:2000])
+        raise
+    finally:  # also when cancelled: within seconds, so nothing here waits for Prefect
+        reporting.cancel()
+        await asyncio.gather(reporting, return_exceptions=True)
+        await core.close()
+    await reporter.finish()
+    return reason
+
+
+async def _train_and_publish(core: ModelAsyncRuntime, store: Any, layout: RunLayout) -> None:
+    recorded = core.checkpoint_step
+    version = await first_version(core)
+    while version is not None:
+        await publish(core, version)
+        version = await train_next(core, target=version + 1)
+        if core.checkpoint_step is not None and core.checkpoint_step != recorded:
+            recorded = core.checkpoint_step
+            await record_checkpoint(store, layout, core.model_id, recorded)

@@ -1,0 +1,356 @@
+"""The parent of a run: launches the models and the agents' work, keeps them together, ends them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefect import flow, runtime
+from prefect.states import Cancelled
+
+from model_runtime.config import RunConfig
+from model_runtime.coordinator import (
+    CheckpointCoordinator,
+    begin_run,
+    claim_epoch,
+    require_leading,
+    update_run,
+    write_desired,
+)
+from model_runtime.documents import DesiredState
+from model_runtime.errors import ProcessError, RepertoryError, RunFailedError, SupersededError
+from model_runtime.layout import RunLayout
+from model_runtime.protocol import ModelStatus
+from model_runtime.store import Store, open_store
+from model_runtime.summary import RunSummary
+from model_runtime.workspace import Workspace
+from tasks.checkpoint import take_snapshot
+from tasks.children import Child, look, restart_if_lost, start_child
+from tasks.gateway import GatewayProcess, keep_gateway
+from tasks.lifecycle import Stopped, cancel_children, cancel_children_of, cancel_older_runs, run_watched
+from tasks.summary import write_summary
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+SNAPSHOT_EVERY_S = 10.0
+LEADER_CHECK_EVERY_S = 10.0
+DRAIN_LIMIT_S = 900.0
+"""Longest wait for open work to settle and the rest of the log to be trained and published."""
+EVALUATION_LIMIT_S = 1800.0
+STOP_LIMIT_S = 60.0
+"""Longest wait for the models to end by themselves after `stop`; then they are cancelled."""
+CLEANUP_LIMIT_S = 12.0
+"""The runner kills a cancelled flow 30 s after it asked; children and gateway must be down before."""
+
+
+@dataclass(slots=True)
+class Run:
+    """What the parent holds of one run in one epoch."""
+
+    config: RunConfig
+    run_id: str
+    epoch: int
+    store: Store
+    layout: RunLayout
+    gateway: GatewayProcess
+    gateway_task: asyncio.Task[None]
+    models: dict[str, Child]
+    coordinator: CheckpointCoordinator
+    rollout: Child | None = None
+    evaluation: Child | None = None
+    failures: dict[str, str] = field(default_factory=dict)  # model or role → why
+
+    @property
+    def children(self) -> list[Child]:
+        others = (self.rollout, self.evaluation)
+        return [*self.models.values(), *(child for child in others if child is not None)]
+
+
+def run_id_for(config: RunConfig, run_id: str, flow_run_id: str | None) -> str:
+    """The given id, else one made of the config's name and this flow run's id."""
+    return run_id or f"{config.name}-{(flow_run_id or 'local')[:8]}"
+
+
+def _run_name() -> str:
+    given = runtime.flow_run.parameters
+    config = given["config"]
+    name = config.get("name", "default") if isinstance(config, dict) else config.name
+    return given.get("run_id") or f"{name}-{(runtime.flow_run.id or 'local')[:8]}"
+
+
+@flow(
+    name="multi-model-training",
+    flow_run_name=_run_name,
+    on_cancellation=[cancel_children_of],
+    on_crashed=[cancel_children_of],
+    on_failure=[cancel_children_of],
+    persist_result=False,
+)
+async def multi_model_training(run_id: str = "", *, config: RunConfig) -> Any:
+    """Trains several policies at once from the work of a multi-agent system.
+
+    Args:
+        run_id: Name of the run. The name of an earlier run goes on with it. Empty: a new name.
+        config: Models, agents, workflow and store.
+    """
+    run_id = run_id_for(config, run_id, runtime.flow_run.id)
+    outcome = await run_watched(lead(config, run_id))
+    if isinstance(outcome, Stopped):
+        return Cancelled(message=f"stopped: {outcome.reason}; the run can be resumed as {run_id!r}")
+    return outcome.value.headline
+
+
+async def lead(config: RunConfig, run_id: str) -> RunSummary:
+    """The run from top to bottom. Raises RunFailedError at the end if a model or the work failed."""
+    run = await take_over(config, run_id)
+    started_at, state = time.time(), "failed"
+    try:
+        await start_children(run)
+        await follow(run)
+        await drain(run)
+        await evaluate(run)
+        await stop_children(run)
+        state = "failed" if run.failures else "completed"
+    except asyncio.CancelledError:
+        state = "cancelled"
+        raise
+    except SupersededError:
+        state = "superseded"
+        raise
+    finally:
+        await shut_down(run, state)
+    await take_snapshot(run.coordinator)
+    summary = await write_summary(
+        run.store, run.layout, config, started_at=started_at, failures=dict(run.failures)
+    )
+    if run.failures:
+        reasons = "\n".join(f"{role}: {reason}" for role, reason in run.failures.items())
+        raise RunFailedError(f"run {run_id!r} failed; what the other models learned is kept:\n{reasons}")
+    return summary
+
+
+# ------------------------------------------------------------------------------------------------ begin
+
+
+async def take_over(config: RunConfig, run_id: str) -> Run:
+    """Check the store, lead the run, end who led it before, write run.json, start the gateway."""
+    for warning in config.warnings():
+        log.warning("%s", warning)
+    store, layout = open_store(config.store), RunLayout(run_id)
+    await asyncio.to_thread(store.check)
+    own_id = runtime.flow_run.id
+    claim = await asyncio.to_thread(claim_epoch, store, layout, flow_run_id=own_id, host=socket.gethostname())
+    older = await cancel_older_runs(run_id, own_id=own_id)
+    if older:
+        log.warning("ended older flow runs of %s: %s", run_id, ", ".join(older))
+    await asyncio.to_thread(begin_run, store, layout, config, epoch=claim.epoch)
+    await asyncio.to_thread(write_desired, store, layout, epoch=claim.epoch, state="run", reason="launched")
+    gateway = GatewayProcess(config, run_id=run_id, epoch=claim.epoch, workspace=Workspace(run_id))
+    try:
+        await gateway.start()
+        await asyncio.to_thread(update_run, store, layout, epoch=claim.epoch, gateway_url=gateway.url)
+    except BaseException:
+        await gateway.stop()
+        raise
+    trainable = tuple(m.model_id for m in config.trainable_models)
+    return Run(
+        config=config,
+        run_id=run_id,
+        epoch=claim.epoch,
+        store=store,
+        layout=layout,
+        gateway=gateway,
+        gateway_task=asyncio.create_task(keep_gateway(gateway)),
+        models={},
+        coordinator=CheckpointCoordinator(store, layout, trainable, claim.epoch),
+    )
+
+
+async def start_children(run: Run) -> None:
+    """One flow run per model, and one that drives the agents' work if the config names any."""
+    for model in run.config.models:
+        child = _child(run, model.model_id, f"model-runtime/{model.model_id}", "model-runtime/default")
+        child.parameters |= {"model_id": model.model_id, "incarnation": 1}
+        child.tags.append(f"model:{model.model_id}")
+        run.models[model.model_id] = child
+    if run.config.workflow.function is not None:
+        run.rollout = _child(run, "rollout", "rollout/default")
+    for child in run.children:
+        await start_child(child)
+
+
+def _child(run: Run, role: str, *deployments: str) -> Child:
+    return Child(
+        role=role,
+        deployments=deployments,
+        parameters={
+            "run_id": run.run_id,
+            "epoch": run.epoch,
+            "gateway_url": run.gateway.url,
+            "config": run.config.model_dump(mode="json"),
+        },
+        tags=[f"run:{run.run_id}"],
+        idempotency_key=f"{run.run_id}:{role}:{run.epoch}",
+    )
+
+
+# ------------------------------------------------------------------------------------------------ middle
+
+
+async def follow(run: Run) -> None:
+    """Watch until the work is done, the time is up, or nobody is left to train."""
+    began = snapshot_at = leader_at = time.monotonic()
+    limit = run.config.max_duration_s
+    while True:
+        await watch_children(run)
+        now = time.monotonic()
+        if now - snapshot_at > SNAPSHOT_EVERY_S:
+            snapshot_at = now
+            await asyncio.to_thread(run.coordinator.snapshot)
+        if now - leader_at > LEADER_CHECK_EVERY_S:
+            leader_at = now
+            await asyncio.to_thread(require_leading, run.store, run.layout, run.epoch)
+        if run.rollout is not None and run.rollout.final is not None:
+            return
+        if not await anyone_trains(run):
+            return
+        if limit is not None and now - began > limit:
+            log.info("max_duration_s is up: draining")
+            return
+        await asyncio.sleep(POLL_S)
+
+
+async def watch_children(run: Run) -> None:
+    """Restart children whose process was lost; note those that failed. Raises if the gateway is given up."""
+    if run.gateway_task.done():
+        await run.gateway_task
+        raise ProcessError("the gateway's supervisor ended while the run went on")
+    for child in await look(run.children):
+        if await restart_if_lost(child):
+            log.warning("%s was lost (%s); started again", child.role, child.history[-1])
+        elif not child.completed:
+            run.failures[child.role] = child.outcome
+            log.error("%s ended: %s", child.role, child.outcome)
+
+
+async def anyone_trains(run: Run) -> bool:
+    """Is there a model whose training is not over? Without a rollout of our own, its end ends the run."""
+    models = [run.models[m.model_id] for m in run.config.trainable_models]
+    if models and all(child.final is not None for child in models):
+        return False
+    if run.rollout is not None or not models:
+        return True  # the driver ends the run; it is told when every model is past its steps
+    status = await run.gateway.admin.status()
+    if status is None:
+        return True
+    return not all(_training_over(status.models.get(c.role), c) for c in models)
+
+
+# --------------------------------------------------------------------------------------------------- end
+
+
+async def want(run: Run, state: DesiredState, reason: str) -> None:
+    """Say it in the store first: whoever can't reach the gateway reads it there."""
+    await asyncio.to_thread(write_desired, run.store, run.layout, epoch=run.epoch, state=state, reason=reason)
+    await run.gateway.want(state, reason)
+
+
+async def drain(run: Run) -> None:
+    """No new work: open groups settle, trainers train what is left, the last versions are published."""
+    await want(run, "drain", "the work is done")
+    until = time.monotonic() + DRAIN_LIMIT_S
+    while not await _drained(run):
+        if time.monotonic() > until:
+            run.failures["drain"] = f"not every model had drained after {DRAIN_LIMIT_S:.0f} s"
+            return
+        await asyncio.sleep(POLL_S)
+        await watch_children(run)
+
+
+async def _drained(run: Run) -> bool:
+    if run.rollout is not None and run.rollout.final is None:
+        return False
+    status = await run.gateway.admin.status()
+    if status is None:
+        return all(child.final is not None for child in run.models.values())
+    models = [run.models[m.model_id] for m in run.config.trainable_models]
+    return all(_training_over(status.models.get(c.role), c) for c in models)
+
+
+def _training_over(status: ModelStatus | None, child: Child) -> bool:
+    """Trained all it will, and serving the last version it committed; or ended."""
+    if child.final is not None:
+        return True
+    renewal = status.renewal if status else None
+    if renewal is None:
+        return False
+    if renewal.status in ("failed", "stopped") or renewal.trainer_state == "failed":
+        return True
+    over = renewal.trainer_state in ("drained", "finished", "no_signal")
+    return over and renewal.published_version == renewal.committed_version
+
+
+async def evaluate(run: Run) -> None:
+    """The held-out tasks, greedily, with the last versions. A failed model's agents can't be evaluated."""
+    if run.config.workflow.held_out_tasks is None or run.config.workflow.function is None or run.failures:
+        return
+    run.evaluation = _child(run, "evaluation", "rollout/default")
+    run.evaluation.parameters["mode"] = "eval"
+    await start_child(run.evaluation)
+    until = time.monotonic() + EVALUATION_LIMIT_S
+    while run.evaluation.final is None:
+        if time.monotonic() > until:
+            run.failures["evaluation"] = f"not done after {EVALUATION_LIMIT_S:.0f} s"
+            return
+        await asyncio.sleep(POLL_S)
+        await watch_children(run)
+
+
+async def stop_children(run: Run) -> None:
+    """`stop`, and wait until every model's flow run has ended by itself."""
+    await want(run, "stop", "the run is over")
+    until = time.monotonic() + STOP_LIMIT_S
+    while any(child.final is None for child in run.children):
+        if time.monotonic() > until:
+            late = [child.role for child in run.children if child.final is None]
+            log.warning("%s did not stop within %.0f s: cancelling", ", ".join(late), STOP_LIMIT_S)
+            return
+        await asyncio.sleep(POLL_S)
+        for child in await look(run.children):
+            if not child.completed:
+                run.failures[child.role] = child.outcome
+
+
+async def shut_down(run: Run, state: str) -> None:
+    """Whatever happened: no child and no gateway is left. Within CLEANUP_LIMIT_S when cancelled."""
+    if state not in ("completed", "superseded"):  # also for those that can't reach Prefect
+        await asyncio.to_thread(_leave_word, run, f"the run is {state}")
+    own_id = runtime.flow_run.id
+    if own_id is not None and any(child.final is None for child in run.children):
+        try:
+            await asyncio.to_thread(cancel_children, own_id, reason=f"the run is {state}")
+        except Exception as error:  # the children watch their parent too; the gateway must still go
+            log.warning("children could not be cancelled (%s); they will see that their parent ended", error)
+        until = time.monotonic() + CLEANUP_LIMIT_S
+        while any(child.final is None for child in run.children) and time.monotonic() < until:
+            await look(run.children)
+            await asyncio.sleep(0.3)
+    run.gateway_task.cancel()
+    await asyncio.gather(run.gateway_task, return_exceptions=True)
+    await run.gateway.stop()
+    if state != "superseded":
+        await asyncio.to_thread(
+            update_run, run.store, run.layout, epoch=run.epoch, state=state, gateway_url=None
+        )
+
+
+def _leave_word(run: Run, reason: str) -> None:
+    try:
+        write_desired(run.store, run.layout, epoch=run.epoch, state="stop", reason=reason)
+    except RepertoryError as error:  # the cascade through Prefect comes next
+        log.warning("`stop` could not be left in the store: %s", error)

@@ -1,0 +1,66 @@
+"""The parent's and the command line's side of the gateway's control API. Imports no Prefect."""
+
+from __future__ import annotations
+
+import httpx
+from pydantic import ValidationError
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+
+from model_runtime.documents import DesiredState
+from model_runtime.errors import BackendUnavailableError
+from model_runtime.protocol import DesiredRequest, GatewayStatus, admin_key
+
+ATTEMPT_LIMIT_S = 5.0
+
+
+class GatewayAdmin:
+    """Status and desired state of one gateway, over one connection pool."""
+
+    def __init__(
+        self, url: str, *, key: str | None = None, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        """`key` None: from the environment."""
+        self.url = url
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {key or admin_key()}"},
+            timeout=ATTEMPT_LIMIT_S,
+            transport=transport,
+            trust_env=False,  # a proxy of the environment never stands before our own gateway
+        )
+
+    async def healthy(self) -> bool:
+        """Does it answer /health with 200?"""
+        try:
+            return (await self._http.get("/health")).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def status(self) -> GatewayStatus | None:
+        """GET /admin/status; None while the gateway does not answer."""
+        try:
+            answer = await self._http.get("/admin/status")
+            return GatewayStatus.model_validate_json(answer.content) if answer.status_code == 200 else None
+        except (httpx.HTTPError, ValidationError):
+            return None
+
+    async def want(self, state: DesiredState, *, reason: str = "", limit_s: float = 30.0) -> None:
+        """PUT /admin/desired, again until it is taken. Raises BackendUnavailableError after `limit_s`."""
+        body = DesiredRequest(state=state, reason=reason).model_dump()
+        attempts = AsyncRetrying(
+            retry=retry_if_exception_type(httpx.HTTPError),
+            wait=wait_exponential_jitter(multiplier=0.2, max=2.0),
+            stop=stop_after_delay(limit_s),
+            reraise=True,
+        )
+        try:
+            async for attempt in attempts:
+                with attempt:
+                    (await self._http.put("/admin/desired", json=body)).raise_for_status()
+        except httpx.HTTPError as error:
+            raise BackendUnavailableError(
+                f"the gateway at {self.url} did not take {state!r} within {limit_s:.0f} s: {error!r}"
+            ) from error
+
+    async def close(self) -> None:
+        await self._http.aclose()

@@ -1,0 +1,231 @@
+"""How a flow run learns that it should stop, and how it stops others.
+
+Prefect's own paths are not enough for runs of days: the cascade from parent to child is a slow poll, and the
+runner stops watching for cancellations after an outage of the server. So every long flow watches its own
+state, its parent's and its runner, and the parent cancels its children itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+from uuid import UUID
+
+from prefect import runtime
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterParentFlowRunId,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+)
+from prefect.client.schemas.objects import Flow, FlowRun, State, StateType
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelled, Cancelling
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+RUNNER_POLL_S = 1.0
+"""Between two looks at the parent process."""
+STATE_POLL_S = 4.0
+"""Between two looks at the states of this run and its parent."""
+CALL_LIMIT_S = 10.0
+"""Longest one call to the API may take before this round is given up."""
+
+_ACTIVE = [
+    t
+    for t in StateType
+    if t not in (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED)
+]
+_NOT_STARTED = (StateType.SCHEDULED, StateType.PAUSED)
+
+
+# ---------------------------------------------------------------------------------------------- watching
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The watch ended the work; `reason` says what it saw."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Generic[T]):
+    """The work ended by itself."""
+
+    value: T
+
+
+async def run_watched(work: Coroutine[Any, Any, T]) -> Finished[T] | Stopped:
+    """Run `work` until it ends or this flow run should stop; then cancel it and wait for its cleanup."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(stop_asked())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return Finished(working.result())
+        return Stopped(watching.result())
+    finally:  # also when the runner's SIGTERM cancels us here
+        for task in (watching, working):
+            task.cancel()
+        await asyncio.gather(watching, working, return_exceptions=True)
+
+
+async def stop_asked() -> str:
+    """Wait until this flow run should stop; the reason: cancelled, parent ended, or runner died."""
+    own_id = runtime.flow_run.id
+    if own_id is None:
+        await asyncio.Event().wait()  # called as a plain function: nobody but the caller can stop it
+    parent_id = runtime.flow_run.parent_flow_run_id
+    watchers = [
+        asyncio.ensure_future(_runner_died()),
+        asyncio.ensure_future(_states_say_stop(own_id, parent_id)),
+    ]
+    try:
+        done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in watchers:
+            task.cancel()
+
+
+async def _runner_died() -> str:
+    runner = os.getppid()
+    while os.getppid() == runner:  # noqa: ASYNC110 - nothing tells us of it
+        await asyncio.sleep(RUNNER_POLL_S)
+    return f"the runner process {runner} died"
+
+
+async def _states_say_stop(own_id: str, parent_id: str | None) -> str:
+    while True:
+        try:
+            async with get_client() as client:
+                while True:
+                    reason = await asyncio.wait_for(_stop_reason(client, own_id, parent_id), CALL_LIMIT_S)
+                    if reason:
+                        return reason
+                    await asyncio.sleep(STATE_POLL_S)
+        except Exception as error:  # the server is away or busy: keep working, look again
+            log.info("own state could not be read (%s); going on", type(error).__name__)
+            await asyncio.sleep(STATE_POLL_S)
+
+
+async def _stop_reason(client: PrefectClient, own_id: str, parent_id: str | None) -> str | None:
+    try:
+        own = (await client.read_flow_run(UUID(own_id))).state
+        if own and (own.is_cancelling() or own.is_cancelled()):
+            return "the flow run was cancelled"
+        if own and own.is_final():
+            return f"the flow run was set to {own.name}"
+        if parent_id:
+            parent = (await client.read_flow_run(UUID(parent_id))).state
+            if parent and parent.is_final():
+                return f"the parent flow run is {parent.name}"
+    except ObjectNotFound:
+        return "the flow run or its parent was deleted"
+    return None
+
+
+async def final_runs(ids: Iterable[UUID]) -> dict[UUID, FlowRun]:
+    """Those of the flow runs that are final now. An outage of the server reads as "none is"."""
+    final: dict[UUID, FlowRun] = {}
+    try:
+        async with get_client() as client:
+            for run_id in ids:
+                run = await asyncio.wait_for(client.read_flow_run(run_id), CALL_LIMIT_S)
+                if run.state and run.state.is_final():
+                    final[run_id] = run
+    except Exception as error:  # asked again a moment later
+        log.info("flow run states could not be read (%s); asking again", type(error).__name__)
+    return final
+
+
+async def wait_final(ids: Iterable[UUID], *, limit_s: float, every_s: float = 1.0) -> dict[UUID, FlowRun]:
+    """Wait until all of the flow runs are final, at most `limit_s`; those that are."""
+    wanted, final, until = set(ids), {}, time.monotonic() + limit_s
+    while True:
+        final |= await final_runs(wanted - final.keys())
+        if wanted == final.keys() or time.monotonic() > until:
+            return final
+        await asyncio.sleep(every_s)
+
+
+# ------------------------------------------------------------------------------------------- cancelling
+
+
+def cancel_children_of(flow: Flow, flow_run: FlowRun, state: State) -> None:
+    """Flow hook: cancel the children of a flow run that ended early. Prefect passes these by name."""
+    cancel_children(flow_run.id, reason=f"the parent flow run is {state.name}")
+
+
+def cancel_children(parent_id: UUID | str, *, reason: str) -> int:
+    """Ask every child of a flow run to stop; how many were asked. Synchronous, so that it also works while
+    the event loop is being cancelled."""
+    parent = FlowRunFilterParentFlowRunId(any_=[UUID(str(parent_id))])
+    with get_client(sync_client=True) as client:
+        children = client.read_flow_runs(flow_run_filter=FlowRunFilter(parent_flow_run_id=parent))
+        asked = 0
+        for run in children:
+            state = _cancel_state(run, reason)
+            if state is not None:
+                asked += _set_state(client, run.id, state)
+        return asked
+
+
+async def cancel_older_runs(run_id: str, *, own_id: str | None, limit_s: float = 60.0) -> list[str]:
+    """Cancel every active flow run tagged `run:<run_id>` but our own, and wait until they are final; names.
+
+    Whoever does not stop in time has no process behind it any more, or will see the newer epoch: it is set to
+    Cancelled by force.
+    """
+    async with get_client() as client:
+        runs = await _active_runs(client, run_id, own_id)
+        for run in runs:
+            state = _cancel_state(run, "a newer launch of this run took over")
+            if state is not None:
+                await client.set_flow_run_state(run.id, state)
+        final = await wait_final([r.id for r in runs], limit_s=limit_s)
+        for run in runs:
+            if run.id not in final:
+                await client.set_flow_run_state(
+                    run.id, Cancelled(message="superseded; did not stop in time"), force=True
+                )
+        return [run.name for run in runs]
+
+
+async def _active_runs(client: PrefectClient, run_id: str, own_id: str | None) -> list[FlowRun]:
+    runs = await client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(
+            tags=FlowRunFilterTags(all_=[f"run:{run_id}"]),
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_ACTIVE)),
+        )
+    )
+    return [run for run in runs if str(run.id) != own_id]
+
+
+def _cancel_state(run: FlowRun, reason: str) -> State | None:
+    """The state that stops the run: at once when it has no process yet. None when it is ending already."""
+    if run.state is None or run.state.is_final() or run.state.type == StateType.CANCELLING:
+        return None
+    wanted = Cancelled if run.state.type in _NOT_STARTED else Cancelling
+    return wanted(message=reason)
+
+
+def _set_state(client: Any, flow_run_id: UUID, state: State, *, attempts: int = 5) -> bool:
+    for attempt in range(attempts):
+        try:
+            client.set_flow_run_state(flow_run_id, state)
+            return True
+        except Exception as error:  # SQLite answers "database is locked" under load
+            log.warning("flow run %s could not be set to %s: %s", flow_run_id, state.name, error)
+            time.sleep(0.3 * (attempt + 1))
+    return False
