@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import boto3
 import pytest
@@ -35,6 +36,11 @@ def config(request: pytest.FixtureRequest) -> StoreConfig:
 @pytest.fixture
 def store(config: StoreConfig) -> Store:
     return open_store(config)
+
+
+def foreign_client() -> Any:
+    """Another program at the same bucket. A session of its own: boto3's shared one keeps old credentials."""
+    return boto3.session.Session().client("s3")
 
 
 def test_the_start_up_probe_passes_and_leaves_nothing(store: Store) -> None:
@@ -94,7 +100,7 @@ def test_large_objects_are_one_put_with_an_enforced_condition(store: Store, num_
 
 def test_another_process_s_writes_are_seen_at_once(store: Store) -> None:
     """A listing cache would hide them, from reads too."""
-    other = boto3.client("s3")
+    other = foreign_client()
     bucket, _, prefix = store.url.removeprefix("s3://").partition("/")
     store.put("dir/mine", b"1")
     assert store.list("dir") == ["dir/mine"]
@@ -115,7 +121,7 @@ def test_another_process_s_writes_are_seen_at_once(store: Store) -> None:
 
 
 def test_folder_markers_of_other_tools_are_no_objects(store: Store) -> None:
-    other = boto3.client("s3")
+    other = foreign_client()
     bucket, _, prefix = store.url.removeprefix("s3://").partition("/")
     other.put_object(Bucket=bucket, Key=f"{prefix}/dir/", Body=b"")
     store.put("dir/x", b"1")
@@ -173,15 +179,14 @@ def test_the_store_works_in_a_spawned_process(store: Store, config: StoreConfig)
     assert store.get("child") == b"from a child"
 
 
-def test_a_missing_bucket_is_named_and_not_created(
-    config: StoreConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("config")
+def test_a_missing_bucket_is_named_and_not_created() -> None:
     missing = open_store(StoreConfig(url="s3://no-such-bucket-here/runs"))
     with pytest.raises(StoreError, match="there is no bucket 'no-such-bucket-here'; create it first"):
         missing.check()
     with pytest.raises(StoreError, match="there is no bucket"):
         missing.put("k", b"1")
-    client = boto3.client("s3")
+    client = foreign_client()
     assert "no-such-bucket-here" not in {b["Name"] for b in client.list_buckets()["Buckets"]}
     client.close()
 
