@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from model_runtime.adapters import (
     AdapterFiles,
@@ -141,9 +142,11 @@ def make_canary(
 
 
 def _probe(prompt: Sequence[int], now: np.ndarray, before: np.ndarray | None) -> CanaryProbe:
-    ranked = [_top(now, _CANARY_TOKENS // 2 if before is not None else _CANARY_TOKENS)]
-    ranked += [] if before is None else [_top(before, _CANARY_TOKENS // 2)]
-    token_ids = list(dict.fromkeys(int(token) for tokens in ranked for token in tokens))
+    ranked = _likeliest(now)
+    if before is not None:
+        half = _CANARY_TOKENS // 2
+        ranked = [*ranked[:half], *_likeliest(before)[:half], *ranked[half:]]
+    token_ids = list(dict.fromkeys(ranked))[:_CANARY_TOKENS]
     return CanaryProbe(
         prompt_ids=list(prompt),
         token_ids=token_ids,
@@ -152,8 +155,8 @@ def _probe(prompt: Sequence[int], now: np.ndarray, before: np.ndarray | None) ->
     )
 
 
-def _top(logprobs: np.ndarray, count: int) -> np.ndarray:
-    return np.argsort(-logprobs, kind="stable")[:count]
+def _likeliest(logprobs: np.ndarray) -> list[int]:
+    return np.argsort(-logprobs, kind="stable")[:_CANARY_TOKENS].tolist()
 
 
 def canary_prompts(model_path: str, *, vocab_size: int) -> list[list[int]]:
@@ -177,6 +180,7 @@ def _load_base(model: ModelConfig) -> nn.Module:
     path = Path(model.model_path)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{model.model_id}.model_path: {path} holds no model (config.json is missing)")
+    disable_progress_bar()  # a log file is no terminal
     try:
         base = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, model.trainer.dtype), attn_implementation="sdpa", local_files_only=True

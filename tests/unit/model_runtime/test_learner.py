@@ -1,0 +1,302 @@
+"""One training step on a tiny real model: exact logprobs, the same gradient however split, state that
+comes back bit for bit."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from model_runtime.adapters import check_adapter
+from model_runtime.batching import micro_batches
+from model_runtime.config import ModelConfig
+from model_runtime.errors import ConfigError, TrainerError
+from model_runtime.learner import Learner, prepare_torch
+from model_runtime.policy import Policy, canary_prompts, make_canary
+from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE, make_adapter, make_model, reference_logprobs
+from tests.training_log import sampled_row
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("base") / "model")
+
+
+def config(base, **overrides):
+    trainer = {"learning_rate": 5e-3} | overrides.pop("trainer", {})
+    section = {"model_id": "planner", "model_path": str(base), "lora": {"rank": 8, "alpha": 16}}
+    return ModelConfig.model_validate(section | {"trainer": trainer} | overrides)
+
+
+def learner(base, *, seed=0, **overrides):
+    return Learner(config(base, **overrides), seed=seed)
+
+
+def rows(count=12, seed=0, **row):
+    rng = np.random.default_rng(seed)
+    made = [sampled_row(rng, group_id=f"g{i}", **row) for i in range(count)]
+    return [
+        SimpleNamespace(trajectory=t, advantage=float((-1) ** i), loss_mask=t.response_mask)
+        for i, t in enumerate(made)
+    ]
+
+
+def own_logprobs(policy, batch):
+    """Logprobs of the trained tokens, per row."""
+    found = []
+    for row in batch:
+        (micro_batch,) = micro_batches([row], micro_batch_tokens=4096)
+        t = micro_batch.tensors("cpu")
+        names = ("input_ids_BL", "row_T", "position_T", "target_T", "temperature_T")
+        found.append(policy.logprobs(*(t[name] for name in names))[0].detach().numpy())
+    return found
+
+
+def on_policy(policy, batch):
+    """The batch as if this policy had sampled it."""
+    for row, logprobs in zip(batch, own_logprobs(policy, batch), strict=True):
+        row.trajectory.behavior_logprobs[row.loss_mask == 1] = logprobs
+    return batch
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_transformers_and_pefts(base, tmp_path, temperature):
+    adapter = make_adapter(tmp_path / "adapter", base=base, seed=3)
+    policy = Policy(config(base, adapter_path=str(adapter)), seed=0)
+    batch = rows(6, temperature=temperature)
+    for row, got in zip(batch, own_logprobs(policy, batch), strict=True):
+        t = row.trajectory
+        ids = [*t.prompt_ids.tolist(), *t.response_ids.tolist()]
+        want = np.asarray(reference_logprobs(base, adapter, ids, temperature=temperature))
+        want = want[len(t.prompt_ids) - 1 :][t.response_mask == 1]
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_a_fresh_adapter_is_the_base(base):
+    policy = Policy(config(base), seed=0)
+    prompt = [5, 9, 33, 120, 7]
+    want = reference_logprobs(base, None, [*prompt, 42])[-1]
+    assert policy.next_token_logprobs(prompt)[42] == pytest.approx(want, abs=1e-5)
+
+
+def test_the_adapter_written_is_what_peft_loads(base, tmp_path):
+    trained = learner(base)
+    trained.update(rows(), step=1)
+    files = trained.policy.adapter_files()
+    (tmp_path / "adapter_model.safetensors").write_bytes(files.weights)
+    (tmp_path / "adapter_config.json").write_bytes(files.config)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, str(tmp_path)).eval()
+    prompt = [5, 9, 33, 120, 7]
+    with torch.no_grad():
+        want = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1], -1).numpy()
+    np.testing.assert_allclose(trained.policy.next_token_logprobs(prompt), want, atol=1e-6)
+    assert np.abs(want - Policy(config(base), seed=0).next_token_logprobs(prompt)).max() > 1e-3
+
+
+def test_adapters_are_seeded_by_run_and_model(base):
+    def sha(seed, model_id):
+        return Policy(config(base, model_id=model_id), seed=seed).adapter_files().sha256
+
+    assert sha(0, "planner") == sha(0, "planner")
+    assert len({sha(0, "planner"), sha(1, "planner"), sha(0, "solver")}) == 3
+
+
+def test_every_module_learns(base):
+    trained = learner(base)
+    metrics = trained.update(rows(), step=1)
+    lora_b = {name: t for name, t in trained.policy.tensors().items() if "lora_B" in name}
+    assert len(lora_b) == 14
+    assert all(np.abs(t).max() > 0 for t in lora_b.values())
+    assert metrics["actor/grad_norm"] > 0
+
+
+def test_a_learning_rate_of_0_changes_nothing(base):
+    trained = learner(base, trainer={"learning_rate": 0.0})
+    before = trained.policy.adapter_files()
+    trained.update(rows(), step=1)
+    assert trained.policy.adapter_files() == before
+
+
+def gradient(base, batch, micro_batch_tokens):
+    trained = learner(base, trainer={"micro_batch_tokens": micro_batch_tokens, "max_grad_norm": 1e9})
+    trained.policy.load({n: t + np.float32(0.01) for n, t in trained.policy.tensors().items()})
+    trained.update(batch, step=1)
+    return torch.cat([p.grad.flatten() for p in trained.policy.parameters.values() if p.grad is not None])
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [16, 64, 300])
+def test_the_gradient_does_not_depend_on_the_split(base, micro_batch_tokens):
+    whole = gradient(base, rows(), 100_000)
+    split = gradient(base, rows(), micro_batch_tokens)
+    assert ((split - whole).norm() / whole.norm()).item() < 1e-5
+
+
+def test_on_policy_the_ratio_is_1_and_nothing_is_clipped(base):
+    trained = learner(base)
+    metrics = trained.update(on_policy(trained.policy, rows(temperature=0.7)), step=1)
+    assert abs(metrics["actor/ppo_kl"]) < 1e-6
+    assert metrics["actor/pg_clipfrac"] == 0
+    assert metrics["training/rollout_logprobs_diff_max"] < 1e-5
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-5)
+
+
+def test_rewarded_tokens_become_likelier(base):
+    trained = learner(base)
+    batch = on_policy(trained.policy, rows())
+    for step in range(1, 4):
+        trained.update(on_policy(trained.policy, batch), step=step)
+    before = own_logprobs(Policy(config(base), seed=0), batch)
+    gains = [a.mean() - b.mean() for a, b in zip(own_logprobs(trained.policy, batch), before, strict=True)]
+    assert np.mean([g * row.advantage for g, row in zip(gains, batch, strict=True)]) > 0.1
+
+
+def test_a_loss_that_is_not_finite_is_not_applied(base):
+    trained = learner(base)
+    trained.update(rows(), step=1)
+    before = (trained.policy.adapter_files(), trained.optimizer_state())
+    bad = rows()
+    bad[3].advantage = float("nan")
+    with pytest.raises(TrainerError, match="planner: the loss of step 2 is nan"):
+        trained.update(bad, step=2)
+    assert trained.policy.adapter_files() == before[0]
+    for name, array in trained.optimizer_state().items():
+        np.testing.assert_array_equal(array, before[1][name])
+
+
+def test_an_abandoned_step_leaves_nothing_behind(base):
+    class Enough(Exception):
+        pass
+
+    passes = []
+
+    def stop_at_third():
+        passes.append(1)
+        if len(passes) == 3:
+            raise Enough
+
+    abandoned, undisturbed = (
+        learner(base, trainer={"micro_batch_tokens": 64}),
+        learner(base, trainer={"micro_batch_tokens": 64}),
+    )
+    with pytest.raises(Enough):
+        abandoned.update(rows(), step=1, between_passes=stop_at_third)
+    for one in (abandoned, undisturbed):
+        one.update(rows(seed=1), step=1)
+    assert abandoned.policy.adapter_files() == undisturbed.policy.adapter_files()
+
+
+def test_state_comes_back_bit_for_bit(base):
+    straight, first, second = learner(base), learner(base), learner(base, seed=9)
+    for step in range(1, 5):
+        straight.update(rows(seed=step), step=step)
+    for step in (1, 2):
+        first.update(rows(seed=step), step=step)
+    second.policy.load(first.policy.tensors())
+    second.load_optimizer_state(first.optimizer_state())
+    for step in (3, 4):
+        second.update(rows(seed=step), step=step)
+    assert second.policy.adapter_files() == straight.policy.adapter_files()
+
+
+def test_random_generators_come_back(base):
+    import random
+
+    one = learner(base)
+    state = one.generator_state()
+    drawn = (random.random(), np.random.normal(), torch.rand(2).tolist())
+    one.load_generator_state(*state)
+    assert (random.random(), np.random.normal(), torch.rand(2).tolist()) == drawn
+
+
+def test_the_learning_rate_warms_up_and_stays(base):
+    rates = [learner(base, trainer={"warmup_steps": 4}).learning_rate(step) for step in range(1, 7)]
+    np.testing.assert_allclose(rates, np.asarray([0.25, 0.5, 0.75, 1, 1, 1]) * 5e-3)
+    assert learner(base).learning_rate(1) == 5e-3
+
+
+def test_a_batch_without_a_trained_token_changes_nothing(base):
+    trained = learner(base)
+    trained.update(rows(), step=1)
+    before = trained.policy.adapter_files()
+    aged = rows(2)
+    for row in aged:
+        row.loss_mask = np.zeros_like(row.loss_mask)
+    assert trained.update(aged, step=2) == {}
+    assert trained.policy.adapter_files() == before
+
+
+def test_canary_tells_two_versions_apart(base):
+    trained = learner(base)
+    start = trained.policy.tensors()
+    prompts = canary_prompts(str(base), vocab_size=VOCAB_SIZE)
+    trained.update(rows(), step=1)
+    now = trained.policy.adapter_files()
+    (first, _) = make_canary(trained.policy, prompts, previous=start)
+    assert trained.policy.adapter_files() == now
+    assert len(first.token_ids) == len(set(first.token_ids)) == 16
+    before = Policy(config(base), seed=0).next_token_logprobs(first.prompt_ids)
+    np.testing.assert_allclose(first.previous_logprobs, before[first.token_ids], atol=1e-6)
+    np.testing.assert_allclose(
+        first.logprobs, trained.policy.next_token_logprobs(first.prompt_ids)[first.token_ids], atol=1e-6
+    )
+    assert np.abs(np.subtract(first.logprobs, first.previous_logprobs)).max() > 1e-3
+
+
+def test_canary_prompts_are_fixed_and_hold_no_special_token(base):
+    prompts = canary_prompts(str(base), vocab_size=VOCAB_SIZE)
+    assert prompts == canary_prompts(str(base), vocab_size=VOCAB_SIZE)
+    assert all(len(SPECIAL_TOKENS) <= token < VOCAB_SIZE for prompt in prompts for token in prompt)
+
+
+def test_chosen_modules_only(base):
+    section = {"rank": 8, "alpha": 16, "target_modules": ["q_proj", "mlp.up_proj"]}
+    files = Policy(config(base, lora=section), seed=0).adapter_files()
+    modules = {name.split(".")[-3] for name in check_adapter(files, source="here")}
+    assert modules == {"q_proj", "up_proj"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_path": "nowhere"}, r"planner\.model_path: .*config\.json is missing"),
+        ({"lora": {"rank": 8, "target_modules": ["q_proj", "qkv"]}}, "no linear module 'qkv'"),
+        ({"lora": {"rank": 8, "target_modules": ["nope"]}}, r"planner\.lora\.target_modules"),
+        ({"adapter_path": "nowhere"}, "adapter nowhere"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(base, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        Policy(config(base, **changes), seed=0)
+
+
+def test_a_starting_adapter_of_another_rank_is_refused(base, tmp_path):
+    adapter = make_adapter(tmp_path, base=base, seed=0, rank=16)
+    with pytest.raises(ConfigError, match=r"lora\.rank is 8, but the adapter .* has rank 16"):
+        Policy(config(base, adapter_path=str(adapter)), seed=0)
+
+
+def test_an_adapter_of_other_shapes_is_not_loaded(base):
+    policy = Policy(config(base), seed=0)
+    wrong = {name: t[:4] if "lora_A" in name else t for name, t in policy.tensors().items()}
+    with pytest.raises(ConfigError, match="can't change within a run"):
+        policy.load(wrong)
+
+
+def test_the_settings_file_is_the_same_for_every_version(base):
+    one, other = Policy(config(base), seed=0).adapter_files(), Policy(config(base), seed=1).adapter_files()
+    assert one.config == other.config
+    assert one.weights != other.weights
+
+
+def test_more_gpus_than_one_process_can_use_are_refused(base):
+    with pytest.raises(ConfigError, match=r"trainer\.n_gpus is 2"):
+        prepare_torch(config(base, trainer={"n_gpus": 2}).trainer, model_id="planner", gpu_ids=[0, 1])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_named(base):
+    with pytest.raises(ConfigError, match="sees no GPU"):
+        prepare_torch(config(base, trainer={"n_gpus": 1}).trainer, model_id="planner", gpu_ids=[])

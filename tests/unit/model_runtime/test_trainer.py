@@ -1,0 +1,345 @@
+"""The trainer's loop over a real log and store, with a tiny real model: what it writes and when, what it
+obeys, and that a crash at any write leads to the same bytes."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from model_runtime import trainer as module
+from model_runtime.adapters import fetch_version, version_document
+from model_runtime.checkpoints import load_latest_checkpoint
+from model_runtime.documents import CheckpointDocument, EpochClaim
+from model_runtime.layout import RunLayout
+from model_runtime.metrics import read_metrics
+from model_runtime.store import open_store
+from model_runtime.trainer import run_trainer
+from tests.tiny_models import make_model
+from tests.training_log import TrainingFolder, make_groups
+
+WALL_CLOCK = ("timing_s/", "perf/", "trainer/idle_ratio", "time", "epoch")
+UNBOUNDED = 1000  # a published version that never holds a commit up
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture
+def folder(tmp_path, base):
+    return TrainingFolder(tmp_path, base)
+
+
+def train(folder):
+    return run_trainer(folder.spec, stop=threading.Event())
+
+
+class Running:
+    """A trainer on a thread. Leaving the block stops it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.stop = threading.Event()
+        self.exit_code = None
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self):
+        self.exit_code = run_trainer(self.folder.spec, stop=self.stop)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc):
+        self.stop.set()
+        self._thread.join(30)
+
+    def join(self):
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return self.exit_code
+
+    def until(self, condition):
+        """Wait for a status that fulfils the condition."""
+        deadline = time.monotonic() + 30
+        while (status := self.folder.status()) is None or not condition(status):
+            assert time.monotonic() < deadline, status
+            time.sleep(0.01)
+        return status
+
+
+def versions(folder):
+    return folder.store.children(folder.layout.versions())
+
+
+def outcome(folder):
+    """Everything a run leaves that must not depend on crashes."""
+    store, layout = folder.store, folder.layout
+    checkpoint = load_latest_checkpoint(store, layout)
+    assert checkpoint is not None
+    numbers = [int(name[1:]) for name in versions(folder)]
+    rows = read_metrics(store, layout, "steps")
+    return {
+        "versions": {n: version_document(store, layout, n).sha256 for n in numbers},
+        "batches": [
+            {k: v for k, v in batch.items() if k not in ("created_at", "epoch")} for batch in folder.batches()
+        ],
+        "checkpoint": {
+            name: getattr(checkpoint.document, name)
+            for name in CheckpointDocument.model_fields
+            if name not in ("created_at", "epoch")
+        },
+        "metrics": [{k: v for k, v in row.items() if not k.startswith(WALL_CLOCK)} for row in rows],
+    }
+
+
+# ------------------------------------------------------------------ what it writes
+
+
+def test_a_drained_run_trains_everything_and_leaves_nothing_unsaved(folder):
+    folder.write_groups(make_groups(11))
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+    assert train(folder) == 0
+    status = folder.status()
+    assert (status.state, status.step, status.checkpoint_step, status.committed_step) == ("drained", 6, 6, 6)
+    assert status.totals["trained"] == 44
+    assert versions(folder) == ["v0", "v1", "v2", "v3"]
+    assert [len(batch["groups"]) for batch in folder.batches()] == [2, 2, 2, 2, 2, 1]
+    trained = [row["trajectory_id"] for batch in folder.batches() for row in batch["rows"]]
+    assert len(trained) == len(set(trained)) == 44
+    assert [row["step"] for row in read_metrics(folder.store, folder.layout, "steps")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_versions_carry_canaries_of_two_versions(folder):
+    folder.write_groups(make_groups(4))
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+    train(folder)
+    first, second = (version_document(folder.store, folder.layout, n) for n in (0, 1))
+    assert first.canary[0].previous_logprobs is None
+    assert len(second.canary) == len(first.canary) + 1
+    for probe in second.canary:
+        assert len(probe.token_ids) == len(probe.logprobs) == len(probe.previous_logprobs) == 16
+        assert np.abs(np.subtract(probe.logprobs, probe.previous_logprobs)).max() > 0
+
+
+def test_v0_is_the_adapter_that_was_given(tmp_path, base):
+    from tests.tiny_models import make_adapter
+
+    given = make_adapter(tmp_path / "given", base=base, seed=5)
+    folder = TrainingFolder(tmp_path, base, model={"adapter_path": str(given)})
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+    train(folder)
+    _, files = fetch_version(folder.store, folder.layout, 0)
+    from model_runtime.adapters import check_adapter, read_folder
+
+    want = check_adapter(read_folder(given), source="given")
+    got = check_adapter(files, source="v0")
+    assert want.keys() == got.keys()
+    assert all(np.array_equal(want[name], got[name]) for name in want)
+
+
+def test_a_learning_rate_of_0_commits_the_same_adapter_again(tmp_path, base):
+    folder = TrainingFolder(tmp_path, base, model={"trainer": {"learning_rate": 0.0}})
+    folder.write_groups(make_groups(4))
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+    train(folder)
+    assert len({version_document(folder.store, folder.layout, n).sha256 for n in (0, 1)}) == 1
+
+
+# ------------------------------------------------------------------ what it obeys
+
+
+def test_a_model_past_its_steps_is_finished(tmp_path, base):
+    folder = TrainingFolder(tmp_path, base, model={"max_steps": 3})
+    folder.write_groups(make_groups(20))
+    folder.tell(published_version=UNBOUNDED)
+    assert train(folder) == 0
+    status = folder.status()
+    assert (status.state, status.step, status.steps_left) == ("finished", 3, 0)
+    assert (status.committed_step, status.checkpoint_step) == (3, 3)
+    assert train(folder) == 0
+    assert folder.status().state == "finished"
+    assert len(folder.batches()) == 3
+
+
+def test_the_trainer_is_at_most_one_version_ahead(folder):
+    folder.write_groups(make_groups(20))
+    with Running(folder) as run:
+        status = run.until(lambda s: s.state == "waiting" and s.step == 2)
+        assert status.reason == "waiting for v0 to be published"
+        assert versions(folder) == ["v0"]
+        folder.tell(published_version=0)
+        run.until(lambda s: s.step == 4 and s.state == "waiting")
+        assert versions(folder) == ["v0", "v1"]
+        folder.tell(published_version=1)
+        run.until(lambda s: s.committed_version == 2)
+
+
+def test_new_work_is_picked_up_as_it_comes(folder):
+    folder.tell(published_version=UNBOUNDED)
+    with Running(folder) as run:
+        run.until(lambda s: s.state == "waiting" and s.step == 0)
+        folder.write_groups(make_groups(1), seq=0)
+        run.until(lambda s: s.queue.untrained_groups == 1)
+        folder.write_groups(make_groups(1, first=1), seq=1)
+        run.until(lambda s: s.step == 1)
+        folder.tell(desired="drain", published_version=UNBOUNDED)
+        assert run.join() == 0
+    assert folder.status().state == "drained"
+
+
+@pytest.mark.parametrize("how", ["order", "signal"])
+def test_stop_ends_it_and_what_is_trained_is_saved(folder, how):
+    folder.write_groups(make_groups(2))
+    folder.tell(published_version=UNBOUNDED)
+    with Running(folder) as run:
+        run.until(lambda s: s.state == "waiting" and s.step == 1)
+        if how == "order":
+            folder.tell(desired="stop", published_version=UNBOUNDED)
+        else:
+            run.stop.set()
+        assert run.join() == 0
+    assert folder.status().reason == "stopped"
+    assert folder.status().checkpoint_step == 1
+
+
+def test_groups_without_signal_end_a_model_at_last(tmp_path, base):
+    folder = TrainingFolder(tmp_path, base, model={"batch_size": 1})
+    folder.write_groups(make_groups(9, flat=True))
+    folder.tell(published_version=UNBOUNDED)
+    with Running(folder) as run:
+        run.until(lambda s: s.queue.closed_groups == 9)
+        folder.write_groups(make_groups(1, first=9, flat=True), seq=1)
+        assert run.join() == 0
+    assert folder.status().state == "no_signal"
+    assert "10 batches' worth" in folder.status().reason
+
+
+def test_a_newer_epoch_is_left_alone(folder):
+    folder.write_groups(make_groups(2))
+    claim = EpochClaim(epoch=2, claimed_at=0)
+    folder.store.put(RunLayout("run").epoch(2), claim.to_bytes())
+    assert train(folder) == 3
+    assert "epoch 2 leads" in folder.status().reason
+    assert versions(folder) == []
+    assert folder.batches() == []
+
+
+def test_another_trainers_batch_stops_this_one(folder):
+    folder.tell(published_version=UNBOUNDED)
+    with Running(folder) as run:
+        run.until(lambda s: s.state == "waiting")
+        folder.store.put(folder.layout.batch(1), b"{}")
+        folder.write_groups(make_groups(2))
+        assert run.join() == 1
+    assert "another trainer is at work" in folder.status().reason
+    assert folder.status().step == 0
+
+
+def test_a_step_that_fails_is_reported_with_model_and_step(folder, monkeypatch):
+    folder.write_groups(make_groups(2))
+    folder.tell(published_version=UNBOUNDED)
+    monkeypatch.setattr(
+        "model_runtime.learner.token_mean", lambda losses_T, num_tokens: losses_T.sum() * float("nan")
+    )
+    assert train(folder) == 1
+    status = folder.status()
+    assert (status.state, status.step) == ("failed", 0)
+    assert "planner: the loss of step 1 is nan" in status.reason
+
+
+def test_a_seed_that_changed_is_refused(folder):
+    folder.write_groups(make_groups(2))
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+    train(folder)
+    folder.seed = 1
+    assert train(folder) == 1
+    assert "seed is 1, but this run was trained with 0" in folder.status().reason
+
+
+# ------------------------------------------------------------------ crashes
+
+
+class Killed(BaseException):
+    """This process is gone."""
+
+
+def crash_at_write(monkeypatch, number, *, after):
+    """The store's write of this number never returns: it happened (`after`), or it did not."""
+    count = 0
+
+    def dying(write):
+        def call(key, data):
+            nonlocal count
+            count += 1
+            if count == number and not after:
+                raise Killed
+            result = write(key, data)
+            if count == number:
+                raise Killed
+            return result
+
+        return call
+
+    def open_dying(config):
+        store = open_store(config)
+        for name in ("put", "put_if_absent"):
+            monkeypatch.setattr(store, name, dying(getattr(store, name)))
+        return store
+
+    monkeypatch.setattr(module, "open_store", open_dying)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, base):
+    folder = TrainingFolder(tmp_path_factory.mktemp("undisturbed"), base)
+    folder.write_groups(make_groups(14))
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+    assert train(folder) == 0
+    return outcome(folder)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("number", [2, 5, 8, 12, 15, 17, 18, 22, 30])
+def test_a_crash_at_any_write_changes_nothing_in_the_end(folder, monkeypatch, undisturbed, number, after):
+    folder.write_groups(make_groups(14))
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+    with monkeypatch.context() as patch:
+        crash_at_write(patch, number, after=after)
+        with pytest.raises(Killed):
+            train(folder)
+    folder.epoch = 2
+    assert train(folder) == 0
+    assert outcome(folder) == undisturbed
+
+
+def test_versions_of_a_lost_future_keep_their_numbers(folder, monkeypatch):
+    """Replaying steps whose versions are committed already commits nothing anew."""
+    folder.write_groups(make_groups(12))
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+    assert train(folder) == 0
+    before = {
+        name: folder.store.get(folder.layout.version_marker(int(name[1:]))) for name in versions(folder)
+    }
+    for name in folder.store.children(folder.layout.checkpoints()):
+        folder.store.delete(f"{folder.layout.checkpoints()}/{name}/MANIFEST.json")
+    assert train(folder) == 0
+    after = {name: folder.store.get(folder.layout.version_marker(int(name[1:]))) for name in versions(folder)}
+    assert after == before
+
+
+def test_a_replay_that_differs_takes_a_number_above_all(folder):
+    folder.write_groups(make_groups(4))
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+    assert train(folder) == 0
+    for name in folder.store.children(folder.layout.checkpoints()):
+        folder.store.delete(f"{folder.layout.checkpoints()}/{name}/MANIFEST.json")
+    taken = version_document(folder.store, folder.layout, 1).sha256
+    folder.model = {"trainer": {"learning_rate": 1e-3}}
+    assert train(folder) == 0
+    assert versions(folder) == ["v0", "v1", "v2"]
+    assert version_document(folder.store, folder.layout, 1).sha256 == taken
+    assert version_document(folder.store, folder.layout, 2).step == 2
+    assert folder.status().committed_version == 2
