@@ -12,8 +12,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import boto3
 import pytest
+from boto3.session import Session
 
 from model_runtime.config import StoreConfig
 from model_runtime.errors import ObjectExistsError, ObjectNotFoundError, StoreAccessError, StoreError
@@ -40,7 +40,7 @@ def store(config: StoreConfig) -> Store:
 
 def foreign_client() -> Any:
     """Another program at the same bucket. A session of its own: boto3's shared one keeps old credentials."""
-    return boto3.session.Session().client("s3")
+    return Session().client("s3")
 
 
 def test_the_start_up_probe_passes_and_leaves_nothing(store: Store) -> None:
