@@ -1,0 +1,293 @@
+"""Sessions from opening to settlement, over HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from model_runtime.errors import StoreUnavailableError
+from model_runtime.store import Store
+from tests.gateway_harness import GatewayHarness, LiveSession, live_gateway, make_config
+
+
+@pytest.fixture
+def harness(local_store: Store) -> Iterator[GatewayHarness]:
+    with live_gateway(local_store) as harness:
+        harness.make_ready()
+        harness.open_group()
+        yield harness
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def refusal(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+# ------------------------------------------------------------------ opening
+
+
+def test_a_training_session_needs_an_open_group_of_its_size(harness: GatewayHarness) -> None:
+    def opened(**fields: object) -> httpx.Response:
+        body = {"group_id": "g", "group_size": 2} | fields
+        return harness.http.post("/sessions", json=body, headers=harness.admin)
+
+    assert refusal(opened(group_id="other")) == (409, "conflict")
+    assert refusal(opened(group_size=3)) == (409, "conflict")
+    assert refusal(opened(member_index=2)) == (400, "invalid_request")
+    assert refusal(opened(sampling={"top_p": 0.5})) == (400, "invalid_request")
+    assert refusal(opened(sampling={"temprature": 1})) == (400, "invalid_request")
+    assert refusal(opened(group_id="")) == (422, "invalid_request")
+    assert opened().status_code == 200
+
+
+def test_opening_again_after_a_lost_answer_gives_the_same_session_and_a_busy_member_is_refused(
+    harness: GatewayHarness,
+) -> None:
+    session = harness.open_session()
+    assert harness.open_session().session_id == session.session_id
+    session.chat("x")
+    body = {"group_id": "g", "group_size": 2, "member_index": 0}
+    assert refusal(harness.http.post("/sessions", json=body, headers=harness.admin)) == (409, "conflict")
+
+
+def test_a_retried_member_opens_again_with_the_next_attempt_and_leaves_no_rows_of_the_first(
+    harness: GatewayHarness,
+) -> None:
+    first = harness.open_session()
+    first.chat("x")
+    assert first.post("abort", {"status": "retried"}).json()["status"] == "retried"
+    body = {"group_id": "g", "group_size": 2, "member_index": 0, "attempt": 0}
+    assert refusal(harness.http.post("/sessions", json=body, headers=harness.admin)) == (409, "conflict")
+    second = harness.open_session(attempt=1)
+    second.chat("x")
+    assert second.finalize(1.0)["status"] == "finalized"
+    assert [row.member.attempt for row in harness.rows("plan")] == [1]
+    assert [s.status for s in harness.settlements("plan")] == ["retried", "finalized"]
+    assert refusal(harness.http.post("/sessions", json=body | {"attempt": 2}, headers=harness.admin)) == (
+        409,
+        "conflict",
+    )
+
+
+# ------------------------------------------------------------------ access
+
+
+def test_a_session_key_opens_its_session_and_nothing_else(harness: GatewayHarness) -> None:
+    one, two = harness.open_session(0), harness.open_session(1)
+    stranger = LiveSession(harness, one.session_id, one.base_url, two.api_key, one.workflow_id)
+    for answer in (
+        stranger.chat("x"),
+        stranger.post("reward", {"reward": 1.0}),
+        stranger.post("finalize", {}),
+        stranger.post("abort", {}),
+        harness.http.post(f"/sessions/{one.session_id}/finalize"),
+        harness.http.post("/sessions", json={"group_id": "g"}, headers=one.headers),
+        harness.http.post("/groups", json={"group_id": "h", "group_size": 2}, headers=one.headers),
+        harness.http.get("/admin/status", headers=one.headers),
+    ):
+        assert refusal(answer) == (401, "invalid_api_key")
+    unknown = LiveSession(harness, "nothing", "", one.api_key, "")
+    assert refusal(unknown.chat("x")) == (404, "unknown_session")
+    assert refusal(unknown.post("finalize", {})) == (404, "unknown_session")
+    assert one.chat("x").status_code == 200
+
+
+def test_the_admin_key_may_end_a_session_but_not_speak_in_it(harness: GatewayHarness) -> None:
+    session = harness.open_session()
+    admin = LiveSession(harness, session.session_id, "", "an-admin-key-for-tests", "")
+    assert refusal(admin.chat("x")) == (401, "invalid_api_key")
+    assert admin.finalize(1.0)["status"] == "finalized"
+
+
+# ------------------------------------------------------------------ rewards
+
+
+def test_rewards_are_kept_by_level_and_component_and_replaced_until_finalize(harness: GatewayHarness) -> None:
+    session = harness.open_session()
+    call = session.chat("x").json()
+    for body in (
+        {"reward": 0.25},
+        {"reward": 0.75},
+        {"reward": 1.0, "component": "style"},
+        {"reward": 2.0, "agent_id": "planner"},
+        {"reward": 9.0, "agent_id": "planner", "component": "withdrawn"},
+        {"reward": None, "agent_id": "planner", "component": "withdrawn"},
+        {"reward": 3.0, "request_id": call["request_id"]},
+    ):
+        assert session.post("reward", body).status_code == 200
+    session.finalize()
+    [row] = harness.rows("plan")
+    assert dict(row.workflow_rewards) == {"reward": 0.75, "style": 1.0}
+    assert dict(row.agent_rewards) == {"reward": 2.0}
+    assert dict(row.turns[0].rewards) == {"reward": 3.0}
+
+
+def test_a_reward_that_never_came_is_missing_and_not_zero(harness: GatewayHarness) -> None:
+    session = harness.open_session()
+    session.chat("x")
+    session.finalize()
+    assert dict(harness.rows("plan")[0].workflow_rewards) == {}
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", '"high"'])
+def test_a_reward_that_is_no_number_is_refused(harness: GatewayHarness, value: str) -> None:
+    session = harness.open_session()
+    answer = harness.http.post(
+        f"/sessions/{session.session_id}/reward",
+        content=f'{{"reward": {value}}}',
+        headers=session.headers | {"Content-Type": "application/json"},
+    )
+    assert refusal(answer) == (422, "invalid_request")
+    assert answer.json()["error"]["param"] == "reward"
+
+
+def test_rewards_of_unknown_agents_and_calls_are_refused(harness: GatewayHarness) -> None:
+    session = harness.open_session()
+    assert refusal(session.post("reward", {"reward": 1.0, "agent_id": "nobody"})) == (404, "unknown_agent")
+    assert refusal(session.post("reward", {"reward": 1.0, "request_id": "x"})) == (400, "invalid_request")
+
+
+# ------------------------------------------------------------------ ends
+
+
+def test_finalize_is_durable_when_it_answers_and_says_the_same_again(harness: GatewayHarness) -> None:
+    session = harness.open_session()
+    session.chat("x")
+    session.chat("y", agent="searcher")
+    first = session.finalize(1.0)
+    assert first["num_rows"] == {"plan": 1, "solve": 1}
+    assert [len(harness.rows(m)) for m in ("plan", "solve")] == [1, 1]
+    assert session.finalize(0.0) == first
+    assert session.post("abort", {}).json() == first
+    assert len(harness.settlements("plan")) == 1
+    assert dict(harness.rows("plan")[0].workflow_rewards) == {"reward": 1.0}
+
+
+def test_two_finalizes_at_once_settle_once(harness: GatewayHarness) -> None:
+    session = harness.open_session()
+    session.chat("x")
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: session.finalize(1.0), range(4)))
+    assert all(answer == answers[0] for answer in answers)
+    assert len(harness.settlements("plan")) == 1
+
+
+def test_a_model_that_was_never_called_gets_a_settlement_too(harness: GatewayHarness) -> None:
+    session = harness.open_session()
+    session.chat("x")
+    session.finalize(1.0)
+    [settlement] = harness.settlements("solve")
+    assert (settlement.status, dict(settlement.num_rows)) == ("finalized", {})
+
+
+def test_a_session_that_ended_takes_no_calls_and_no_rewards(harness: GatewayHarness) -> None:
+    session = harness.open_session()
+    session.finalize()
+    assert refusal(session.chat("x")) == (409, "conflict")
+    assert refusal(session.post("reward", {"reward": 1.0})) == (409, "conflict")
+
+
+def test_a_call_that_runs_at_finalize_is_a_conflict_and_not_recorded(harness: GatewayHarness) -> None:
+    session = harness.open_session()
+    session.chat("x")
+    harness.server.delay_s = 3.0
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(lambda: session.chat("y"))
+        wait_for(lambda: len(harness.server.requests) == 2)
+        assert session.finalize(1.0)["num_rows"] == {"plan": 1}
+        assert refusal(late.result(5)) == (409, "conflict")
+    wait_for(lambda: harness.server.aborted)
+
+
+@pytest.mark.parametrize("status", ["aborted", "expired", "infra"])
+def test_an_aborted_execution_settles_without_rows(harness: GatewayHarness, status: str) -> None:
+    session = harness.open_session()
+    session.chat("x")
+    answer = session.post("abort", {"status": status, "reason": "the tool broke"}).json()
+    assert (answer["status"], answer["num_rows"]) == (status, {})
+    assert harness.rows("plan") == []
+    [settlement] = harness.settlements("plan")
+    assert (settlement.status, settlement.reason) == (status, "the tool broke")
+
+
+def test_an_execution_past_its_time_expires(harness: GatewayHarness) -> None:
+    session = harness.open_session(timeout_s=0.2)
+    session.chat("x")
+    wait_for(lambda: harness.settlements("plan"))
+    assert harness.settlements("plan")[0].status == "expired"
+    assert session.finalize(1.0)["status"] == "expired"
+    assert refusal(session.chat("x")) == (409, "conflict")
+
+
+def test_a_group_past_its_time_settles_open_members_and_those_that_never_began(
+    harness: GatewayHarness,
+) -> None:
+    harness.open_group("short", size=3, deadline_s=0.4)
+    done = harness.open_session(0, "short", group_size=3)
+    done.finalize(1.0)
+    harness.open_session(1, "short", group_size=3).chat("x")
+    wait_for(lambda: len([s for s in harness.settlements("plan") if s.member.group_id == "short"]) == 3)
+    found = {s.member.member_index: s.status for s in harness.settlements("plan")}
+    assert found == {0: "finalized", 1: "expired", 2: "expired"}
+    again = harness.http.post(
+        "/groups", json={"group_id": "short", "group_size": 3, "wait_s": 0}, headers=harness.admin
+    )
+    assert refusal(again) == (409, "conflict")
+    assert harness.gateway.sessions._groups.keys() <= {"g"}
+
+
+def test_a_finalize_the_store_failed_is_answered_503_and_succeeds_when_asked_again(
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = harness.open_session()
+    session.chat("x")
+    ingest = harness.gateway.ingestor.ingest
+
+    async def failing(execution: object) -> int:
+        raise StoreUnavailableError("put run/journal: no answer")
+
+    monkeypatch.setattr(harness.gateway.ingestor, "ingest", failing)
+    answer = session.post("finalize", {"reward": 1.0})
+    assert refusal(answer) == (503, "store_unavailable")
+    assert "retry-after" in answer.headers
+    monkeypatch.setattr(harness.gateway.ingestor, "ingest", ingest)
+    assert session.finalize(1.0)["status"] == "finalized"
+    assert len(harness.rows("plan")) == 1
+
+
+# ------------------------------------------------------------------ evaluation
+
+
+def test_evaluation_sessions_stand_outside_groups_and_logs_and_may_be_greedy(harness: GatewayHarness) -> None:
+    session = harness.open_session(mode="eval", group_id="never opened", forced_sampling={"temperature": 0})
+    assert session.chat("x", top_p=0.5).status_code == 200
+    assert harness.server.requests[-1]["sampling_params"]["temperature"] == 0
+    assert session.finalize(1.0)["num_rows"] == {"plan": 1}
+    assert harness.rows("plan") == []
+    assert harness.settlements("plan") == []
+    [row] = harness.rows("plan", evaluation=True)
+    assert (row.train, dict(row.workflow_rewards)) == (False, {"reward": 1.0})
+    assert harness.http.get("/admin/status", headers=harness.admin).json()["settlements"] == {}
+
+
+def test_rows_of_a_group_opened_without_training_a_model_say_so(local_store: Store) -> None:
+    config = make_config()
+    with live_gateway(local_store, config=config) as harness:
+        harness.make_ready()
+        harness.renew("solve", limit=1, queue={"untrained_groups": 1})
+        assert harness.open_group()["train"] == {"plan": True, "solve": False}
+        session = harness.open_session()
+        session.chat("x")
+        session.chat("x", agent="searcher")
+        session.finalize(1.0)
+        assert [harness.rows(m)[0].train for m in ("plan", "solve")] == [True, False]
