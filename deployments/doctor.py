@@ -75,7 +75,7 @@ def _outcome(name: str, look: Callable[[], str], fix: str) -> Check:
 
 
 def _machine_checks() -> Iterator[_Planned]:
-    yield "python", _python, "install Python 3.11 or newer"
+    yield "python", _python, ""
     yield "application", _application, _INSTALL
     yield "vLLM", _vllm, _INSTALL
     yield "devices", _devices, ""
@@ -100,10 +100,7 @@ def _config_checks(config: RunConfig) -> Iterator[_Planned]:
 
 
 def _python() -> str:
-    found = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < (3, 11):
-        raise _NotOk(f"{found} at {sys.executable}", "install Python 3.11 or newer, then `make install`")
-    return f"{found} at {sys.executable}"
+    return f"{'.'.join(map(str, sys.version_info[:3]))} at {sys.executable}"
 
 
 def _application() -> str:
@@ -225,6 +222,11 @@ def _model_devices(config: RunConfig, model: ModelConfig) -> str:
     check_build(find_vllm(), model_id=model.model_id, num_gpus=model.rollout.n_gpus)
     devices = assign_gpus(config.models)[model.model_id]
     check_gpus(model.model_id, devices, visible_gpus())
+    if devices.trainer and version("torch").endswith("+cpu"):
+        raise _NotOk(
+            f"trainer.n_gpus is {model.trainer.n_gpus}, but torch here is the CPU build",
+            "set it to 0, or install for CUDA: `REPERTORY_DEVICE=cuda make install`",
+        )
     serving = f"GPU {', '.join(map(str, devices.rollout))}" if devices.rollout else "the CPU"
     training = f"GPU {', '.join(map(str, devices.trainer))}" if devices.trainer else "the CPU"
     servers = model.rollout.num_replicas
