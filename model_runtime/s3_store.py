@@ -190,6 +190,8 @@ class S3Store(Store):
                 return await call(fs, timeout)
             except Exception as error:
                 last = s3_error(operation, uri, error)
+                if last is error:
+                    raise
                 raise last from error
 
         try:
