@@ -126,7 +126,7 @@ class CheckpointDocument(Document):
     version: int  # newest committed version at this step
     files: dict[str, str]  # name → sha256
     low_water: dict[str, int]  # writer → seq below which every record is consumed
-    consumed: list[str]  # trajectory ids at or above low water that were trained or dropped
+    consumed: list[str]  # writer/seq/trajectory_id of rows at or above low water, trained or dropped
     closed_groups: list[str]  # groups at or above low water that are closed
     totals: dict[str, int]  # books: read, trained, dropped by reason
     seed: int

@@ -69,6 +69,11 @@ class LogReader:
                 return None
 
 
+def occurrence(position: Position, trajectory_id: str) -> str:
+    """Name of one row in the log: the id alone doesn't tell a row from its copy in another shard."""
+    return f"{position[0]}/{position[1]}/{trajectory_id}"
+
+
 def _decode(data: bytes, *, source: str) -> Shard:
     shard = decode_shard(data, source=source)
     found = Counter((row.member, row.agent_id) for row in (*shard.trajectories, *shard.refused))
@@ -98,7 +103,7 @@ class ConsumptionLedger:
     """Which records of which shards are consumed, and from where a restart has to read again.
 
     A record is consumed when a step's document says so; until then it keeps its shard above the low-water
-    mark. An id may be consumed more than once: each occurrence in the log counts.
+    mark. An id may stand in the log more than once: each occurrence is a record of its own.
     """
 
     def __init__(self, start: Mapping[str, int]) -> None:
@@ -152,8 +157,13 @@ class ConsumptionLedger:
         return dict(self._low_water)
 
     def consumed(self) -> list[str]:
-        """Ids consumed in shards at or above the low-water marks, once per occurrence."""
-        return [i for shards in self._shards.values() for state in shards.values() for i in state.consumed]
+        """Rows consumed in shards at or above the low-water marks, as `occurrence` names them."""
+        return [
+            occurrence((writer, seq), trajectory_id)
+            for writer, shards in self._shards.items()
+            for seq, state in shards.items()
+            for trajectory_id in state.consumed
+        ]
 
     def groups(self) -> set[str]:
         """Groups that settled a member in a shard at or above the low-water marks."""

@@ -19,7 +19,7 @@ from model_runtime.documents import BatchDocument, BatchRow, CheckpointDocument,
 from model_runtime.errors import CorruptObjectError
 from model_runtime.groups import Group, GroupBook, LogRow, Verdict
 from model_runtime.layout import ModelLayout, number_in
-from model_runtime.log_reader import ConsumptionLedger, LogReader, Position
+from model_runtime.log_reader import ConsumptionLedger, LogReader, Position, occurrence
 from model_runtime.protocol import QueueReport
 from model_runtime.staleness import StalenessBound
 from model_runtime.store import Store
@@ -98,7 +98,7 @@ class TrainingQueue:
         start = dict(resume.low_water) if resume else {}
         self._reader = LogReader(store, layout, start=start)
         self._ledger = ConsumptionLedger(start)
-        # Occurrences of ids that the checkpoint holds as consumed; each is passed over once.
+        # Rows that the checkpoint holds as consumed are passed over when they are read again.
         self._consumed_before = Counter(resume.consumed if resume else ())
         self._book = GroupBook(
             model.objective, retired=_closed_before(store, layout, resume) if resume else ()
@@ -174,9 +174,10 @@ class TrainingQueue:
             self._drops.append(_Drop(position, trajectory_id, reason))
 
     def _passed_over(self, position: Position, trajectory_id: str) -> bool:
-        if not self._consumed_before[trajectory_id]:
+        name = occurrence(position, trajectory_id)
+        if not self._consumed_before[name]:
             return False
-        self._consumed_before[trajectory_id] -= 1
+        self._consumed_before[name] -= 1
         self._ledger.consume_row(position, trajectory_id)
         return True
 
@@ -258,7 +259,9 @@ class TrainingQueue:
         group = self._book.complete(group_id)
         if group is None:
             source = self._layout.batch(document.step)
-            raise CorruptObjectError(f"{source}: group {group_id!r} is not complete in the log, or is done with")
+            raise CorruptObjectError(
+                f"{source}: group {group_id!r} is not complete in the log, or is done with"
+            )
         return group
 
     def _close_aged(self, published: int, training: int) -> None:

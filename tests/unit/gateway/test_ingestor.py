@@ -157,6 +157,7 @@ async def test_a_caller_gives_up_with_the_stores_error_and_may_ask_again(store):
     store.failing = "journal"
     with pytest.raises(StoreUnavailableError, match=r"g0/0/0 is not durable after .*no answer"):
         await writing.ingest(execution())
+    writing._ingest_timeout_s = 10
     again = asyncio.create_task(writing.ingest(execution()))
     await asyncio.sleep(0)
     store.failing = None
