@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -13,6 +14,7 @@ from deployments.home import known_runs, new_run_id, recall_run
 from model_runtime.config import RunConfig, load_config
 from model_runtime.errors import ConfigError, RepertoryError, RunFailedError
 
+RUN_ID_PATTERN = r"[a-z0-9][a-z0-9_.-]{0,62}"
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
@@ -61,8 +63,19 @@ def up(
     settings, path, name = _what_to_run(config, run_id, resume)
     for warning in settings.warnings():
         console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+    _require_machine(settings)
     again = f"repertory up {path or ''}".rstrip() + f" --resume {name}"
     _follow_run(console, settings, path, name, again, json=json, ui=ui, keep_ui=keep_ui)
+
+
+def _require_machine(settings: RunConfig) -> None:
+    """Raise ConfigError naming everything this machine lacks for the run, before anything is started."""
+    from deployments.doctor import run_checks
+
+    lacking = [check for check in run_checks(settings) if not check.ok]
+    if lacking:
+        lines = (f"  {c.name}: {c.detail}" + (f"\n    → {c.fix}" if c.fix else "") for c in lacking)
+        raise ConfigError("this machine can't run it:\n" + "\n".join(lines))
 
 
 def _what_to_run(
@@ -78,7 +91,10 @@ def _what_to_run(
         record = recall_run(resume)
         return record.config, record.config_path, resume
     settings = load_config(config)
-    return settings, str(config), resume or run_id or new_run_id(settings.name)
+    name = resume or run_id or new_run_id(settings.name)
+    if not re.fullmatch(RUN_ID_PATTERN, name):
+        raise ConfigError(f"--run-id: {name!r} must match {RUN_ID_PATTERN}")
+    return settings, str(config), name
 
 
 def _follow_run(
@@ -127,6 +143,25 @@ def validate(config: ConfigArgument) -> None:
     for warning in settings.warnings():
         console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
     console.print(f"{config}: valid")
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="YAML file of the run.", metavar="CONFIG")] = None,
+) -> None:
+    """Say what this machine lacks, for everything or for one run, and how to get it."""
+    from deployments.doctor import run_checks
+
+    settings = load_config(config) if config else None
+    console = Console()
+    checks = run_checks(settings)
+    for check in checks:
+        mark = "[green]ok[/green]     " if check.ok else "[red]missing[/red]"
+        console.print(f"{mark} {check.name}: {_escaped(check.detail)}", highlight=False, soft_wrap=True)
+        if not check.ok and check.fix:
+            console.print(f"        → {_escaped(check.fix)}", highlight=False, soft_wrap=True)
+    if not all(check.ok for check in checks):
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()

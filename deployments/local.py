@@ -1,7 +1,6 @@
 """Everything on one machine: a Prefect server of our own, a runner that serves the deployments, one run.
 
-    summary = train(load_config("config.yaml"))          # from Python
-    python -m deployments.local serve CONFIG.json        # what the launcher starts as the runner
+    python -m deployments.local serve CONFIG.json LAUNCH    # what the launcher starts as the runner
 
 Both processes are children that die with the launcher, whatever ends it; the flows in turn watch their
 runner. A Prefect of one's own ($PREFECT_API_URL) is used instead of the embedded server when it is set.

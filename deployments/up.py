@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from deployments.home import admin_key
+from deployments.home import admin_key, new_run_id
 from deployments.live_view import clock, live_table, plain_line
 from deployments.local import Launch
+from model_runtime.config import RunConfig
 from model_runtime.coordinator import read_run
 from model_runtime.errors import RepertoryError, RunFailedError
 from model_runtime.layout import RunLayout
@@ -41,16 +42,6 @@ class View(Protocol):
 
     def say(self, line: str) -> None: ...
     def show(self, status: GatewayStatus | None, phase: str) -> None: ...
-
-
-class SilentView:
-    """Nothing is shown."""
-
-    def say(self, line: str) -> None:
-        return
-
-    def show(self, status: GatewayStatus | None, phase: str) -> None:
-        return
 
 
 class TerminalView:
@@ -167,6 +158,21 @@ async def _gateway_of(launch: Launch, known: GatewayAdmin | None) -> GatewayAdmi
 def _summary_since(launch: Launch, began: float) -> RunSummary | None:
     summary = read_summary(open_store(launch.config.store), RunLayout(launch.run_id))
     return summary if summary is not None and summary.created_at >= began else None
+
+
+def train(config: RunConfig, *, run_id: str | None = None, quiet: bool = False) -> RunSummary:
+    """A whole run in one call: bring up Prefect and the runner, train, and return the summary.
+
+    `run_id` of an earlier run goes on with it. Raises RunFailedError when the run failed, KeyboardInterrupt
+    after a Ctrl-C; either way no process is left.
+    """
+    name = run_id or new_run_id(config.name)
+    with TerminalView(Console(stderr=True, quiet=quiet), run_id=name) as view:
+        launch = Launch(config, name, view.say)
+        try:
+            return run_interruptible(lambda: run_to_end(launch, view))
+        except Interrupted:
+            raise KeyboardInterrupt from None
 
 
 def run_interruptible(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

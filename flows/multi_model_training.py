@@ -340,9 +340,10 @@ async def shut_down(run: Run, state: str) -> None:
         while any(child.final is None for child in run.children) and time.monotonic() < until:
             await look(run.children)
             await asyncio.sleep(0.3)
+    await run.gateway.stop()
+    await asyncio.wait({run.gateway_task}, timeout=5)
     run.gateway_task.cancel()
     await asyncio.gather(run.gateway_task, return_exceptions=True)
-    await run.gateway.stop()
     if state != "superseded":
         await asyncio.to_thread(
             update_run, run.store, run.layout, epoch=run.epoch, state=state, gateway_url=None

@@ -60,6 +60,7 @@ class GatewayProcess:
         self._command = command
         self._child: ChildProcess | None = None
         self._desired: tuple[DesiredState, str] | None = None
+        self._stopping = False
 
     @property
     def url(self) -> str:
@@ -94,12 +95,15 @@ class GatewayProcess:
         await self.admin.want(state, reason=reason)
 
     async def supervise(self) -> None:
-        """Restart the process whenever it dies. Raises ProcessError when the restarts are used up."""
+        """Restart the process whenever it dies, until `stop`. Raises ProcessError when the restarts are
+        used up."""
         restarts = 0
         while True:
             assert self._child is not None, "start() comes first"
             born = time.monotonic()
             await self._end_of_life(self._child)
+            if self._stopping:
+                return
             restarts = 1 if time.monotonic() - born > STABLE_S else restarts + 1
             message = self._death("died")
             if restarts > self.config.max_restarts:
@@ -112,7 +116,7 @@ class GatewayProcess:
         """Wait until the process dies; one that is silent for too long is ended here."""
         heard = time.monotonic()
         while child.returncode is None:
-            if await self.admin.healthy():
+            if self._stopping or await self.admin.healthy():
                 heard = time.monotonic()
             elif time.monotonic() - heard > SILENT_LIMIT_S:
                 log.warning(
@@ -134,7 +138,8 @@ class GatewayProcess:
             await self.admin.want(self._desired[0], reason=self._desired[1])
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL after the grace. Idempotent."""
+        """SIGTERM, then SIGKILL after the grace; `supervise` returns. Idempotent."""
+        self._stopping = True
         if self._child is not None:
             await self._child.stop()
         await self.admin.close()
@@ -174,5 +179,5 @@ def _refuse_taken_port(host: str, port: int) -> None:
     persist_result=False,
 )
 async def keep_gateway(process: GatewayProcess) -> None:
-    """Supervise the gateway until cancelled; fails when its restarts are used up."""
+    """Supervise the gateway until it is stopped; fails when its restarts are used up."""
     await process.supervise()

@@ -82,7 +82,7 @@ def life(workspace: Workspace, incarnation: int) -> int:
 
 async def until(condition: object, limit_s: float = 10.0) -> None:
     async with asyncio.timeout(limit_s):
-        while not condition():  # type: ignore[operator]
+        while not condition():  # type: ignore[operator]  # noqa: ASYNC110 - files appear unannounced
             await asyncio.sleep(0.02)
 
 
