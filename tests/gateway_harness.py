@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ class GatewayHarness:
     server: FakeRolloutServer
     http: httpx.Client
     live: LiveServer
+    defaults: dict[str, dict[str, Any]] = field(default_factory=dict)  # model_id → of its renewals
     _seq: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
@@ -74,7 +76,7 @@ class GatewayHarness:
             "trainer_state": "running",
             "limit": 64,
         }
-        return fields | overrides
+        return fields | self.defaults.get(model_id, {}) | overrides
 
     def renew(self, model_id: str, **overrides: Any) -> dict[str, Any]:
         body = self.renewal(model_id, **overrides)
@@ -93,6 +95,12 @@ class GatewayHarness:
     async def _until_ready(self, model_id: str) -> None:
         loop = asyncio.get_running_loop()
         await self.gateway.bindings.wait_until_ready(model_id, loop.time() + 10)
+
+    def wait_for_tokenizer(self, model_id: str, uri: str) -> None:
+        deadline = time.monotonic() + 10
+        while self.gateway.bindings.get(model_id).codec_uri != uri:
+            assert time.monotonic() < deadline, f"{uri} was not loaded"
+            time.sleep(0.01)
 
     def on_loop(self, coroutine: Any) -> Any:
         """Run something on the gateway's own event loop."""

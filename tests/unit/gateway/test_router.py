@@ -83,10 +83,7 @@ def test_max_tokens_is_clamped_to_the_model_and_to_the_room_left(local_store: St
         uri = "run/models/plan/tokenizer/short.json"
         local_store.put(uri, document.to_bytes())
         harness.renew("plan", tokenizer_uri=uri)
-        deadline = time.monotonic() + 5
-        while harness.gateway.bindings.get("plan").codec_uri != uri:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        harness.wait_for_tokenizer("plan", uri)
         session.chat("abcdefgh", max_tokens=500)
         request = harness.server.requests[-1]
         assert request["sampling_params"]["max_tokens"] == 40 - len(request["token_ids"])
