@@ -118,16 +118,23 @@ def test_refused_credentials_are_an_access_error_and_not_retried(
     assert "test-key" not in str(caught.value)
 
 
+def test_a_silent_endpoint_costs_no_more_than_the_attempts(fake_s3: fakes.FakeS3, s3_store: Store) -> None:
+    fake_s3.hang_s = 30
+    store = open_store(StoreConfig(url=s3_store.url, read_timeout_s=0.3, max_attempts=2))
+    with pytest.raises(StoreUnavailableError, match="get s3://bucket/runs/k: no answer .*ReadTimeout"):
+        store.get("k")
+    assert fake_s3.requests == ["GET /bucket/runs/k"] * 2
+
+
 def test_a_silent_endpoint_costs_no_more_than_the_operation_limit(
     fake_s3: fakes.FakeS3, s3_store: Store
 ) -> None:
     fake_s3.hang_s = 30
-    store = open_store(StoreConfig(url=s3_store.url, read_timeout_s=0.4, operation_timeout_s=1.0))
+    store = open_store(StoreConfig(url=s3_store.url, read_timeout_s=20, operation_timeout_s=0.5))
     started = monotonic()
-    with pytest.raises(StoreUnavailableError, match="get s3://bucket/runs/k"):
+    with pytest.raises(StoreUnavailableError, match=r"get s3://bucket/runs/k: not done within 0\.5 s"):
         store.get("k")
-    assert monotonic() - started < 4
-    assert fake_s3.requests.count("GET /bucket/runs/k") >= 2
+    assert monotonic() - started < 15
 
 
 def test_an_endpoint_nobody_listens_on_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
