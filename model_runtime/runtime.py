@@ -374,7 +374,7 @@ class ModelAsyncRuntime:
             self.registrar.stop(str(error))
         elif error is not None:
             self._fail(error)
-        self._state_changed()
+        self._changed.notify()
 
     def _fail(self, error: BaseException) -> None:
         """The model has failed for good; the first reason counts."""

@@ -181,6 +181,18 @@ async def test_an_old_version_is_unloaded_when_the_gateway_counts_no_request_of_
         assert "m@v0" not in await server.client.list_models()
 
 
+async def test_a_model_to_which_nothing_happens_renews_at_its_interval(setup: Setup) -> None:
+    async with setup.started() as runtime:
+        (setup.mailbox / "versions").write_text("2")
+        answer_with(setup.gateway, inflight_versions={0: 1})
+        for _ in range(2):
+            await runtime.publish(await asyncio.wait_for(runtime.next_version(), 10) or 0)
+        await asyncio.sleep(0.5)
+        before = len(setup.gateway.renewals)
+        await asyncio.sleep(1.5)
+        assert len(setup.gateway.renewals) - before <= 1.5 / 0.3 + 1
+
+
 async def test_a_later_life_publishes_the_newest_committed_version_first(setup: Setup) -> None:
     async with setup.started() as runtime:
         (setup.mailbox / "versions").write_text("2")
