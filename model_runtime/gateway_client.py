@@ -87,7 +87,7 @@ class GatewayClient:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_WORTH_REPEATING),
             stop=stop_after_delay(self._patience_s if patience_s is None else patience_s),
-            wait=wait_exponential_jitter(initial=0.1, max=3.0, jitter=0.2),
+            wait=wait_exponential_jitter(multiplier=0.1, max=3.0, jitter=0.2),
             reraise=True,
         )
         data = body.model_dump_json().encode()
@@ -114,7 +114,7 @@ class GatewayClient:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_ConnectionBroke),
             stop=stop_after_attempt(CALL_ATTEMPTS - 1),
-            wait=wait_exponential_jitter(initial=0.1, max=2.0, jitter=0.2),
+            wait=wait_exponential_jitter(multiplier=0.1, max=2.0, jitter=0.2),
             reraise=True,
         )
         async for attempt in retrying:
@@ -126,14 +126,14 @@ class GatewayClient:
         limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
             async with self._http.post(url, data=data, headers=headers, timeout=limit) as response:
-                reply = await response.read()
-                if response.status >= 400:
-                    raise error_of(response.status, reply)
-                return reply
+                status, reply = response.status, await response.read()
         except TimeoutError as error:
             raise BackendUnavailableError(f"no answer from {url} within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
             raise _ConnectionBroke(f"{url}: {type(error).__name__}: {error}") from error
+        if status >= 400:
+            raise error_of(status, reply)
+        return reply
 
 
 class _ConnectionBroke(BackendUnavailableError):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from model_runtime.config import RunConfig
-from model_runtime.errors import ConfigError, RunEndedError
+from model_runtime.errors import ConfigError, ConflictError, RunEndedError
 from model_runtime.gateway_client import GatewayClient, open_http
 from model_runtime.layout import RunLayout
 from model_runtime.protocol import admin_key
@@ -107,6 +107,7 @@ class RolloutDriver:
         workflow = self._workflow or load_workflow(self._config)
         groups = self._groups()
         self._groups_total = len(groups)
+        failure: BaseException | None = None
         # Each execution holds one connection at a time; the rest is for the driver's own calls.
         async with open_http(max_connections=self._config.max_concurrent_executions + 8) as http:
             gateway = GatewayClient(
@@ -115,7 +116,9 @@ class RolloutDriver:
             try:
                 await self._drive(groups, self._executor(workflow, gateway))
             except BaseExceptionGroup as failures:
-                raise _first(failures) from failures
+                failure = _first(failures)
+        if failure is not None:  # outside of the handler, or it would be its own context
+            raise failure
         return self._report(time.monotonic() - started)
 
     def _executor(self, workflow: WorkflowFunction, gateway: GatewayClient) -> WorkflowExecutor:
@@ -169,10 +172,17 @@ class RolloutDriver:
             # has begun and one more could. Groups opened earlier would only grow stale.
             async with self._slots:
                 pass
-            opened = OpenGroup(group, size)
-            if self._tally.ended or not await executor.open_group(opened):
+            opened = OpenGroup(group, size, settled=set(range(size)) - {index for index, _ in missing})
+            try:
+                if self._tally.ended:
+                    return
+                await executor.open_group(opened)
+            except RunEndedError:
                 self._tally.ended = True
                 return
+            except ConflictError:  # the gateway settled it between reading the logs and now
+                self._tally.groups_done_before += 1
+                continue
             self._tally.groups_opened += 1
             for index, attempt in missing:
                 running.create_task(self._execute(executor, opened, index, attempt))

@@ -46,6 +46,7 @@ class OpenGroup:
 
     group: TaskGroup
     size: int
+    settled: set[int] = field(default_factory=set)  # members that are settled in every model's log
     deadline: float = 0.0  # monotonic; afterwards the gateway has settled what was missing
 
 
@@ -103,24 +104,25 @@ class WorkflowExecutor:
         self._call_timeout_s = call_timeout_s
         self._tally = tally
 
-    async def open_group(self, group: OpenGroup) -> bool:
-        """Wait until the group is open; False when the run takes no new work."""
+    async def open_group(self, group: OpenGroup) -> None:
+        """Wait until the group is open. Raises RunEndedError when the run takes no new work, ConflictError
+        for a group that is settled."""
         request = GroupRequest(
             group_id=group.group.group_id,
             group_size=group.size,
             wait_s=GROUP_WAIT_S,
             deadline_s=self._config.group_timeout_s,
+            settled_members=sorted(group.settled),
         )
         while True:
-            try:
-                answer = await self._gateway.control(
-                    "/groups", request, GroupAnswer, timeout_s=GROUP_WAIT_S + CONTROL_TIMEOUT_S
-                )
-            except RunEndedError:
-                return False
-            if answer.status != "waiting":
+            answer = await self._gateway.control(
+                "/groups", request, GroupAnswer, timeout_s=GROUP_WAIT_S + CONTROL_TIMEOUT_S
+            )
+            if answer.status == "ended":
+                raise RunEndedError(f"group {request.group_id} was not opened: the run takes no new work")
+            if answer.status == "open":
                 group.deadline = time.monotonic() + self._config.group_timeout_s
-                return answer.status == "open"
+                return
 
     async def settle_member(self, group: OpenGroup, index: int, first_attempt: int) -> None:
         """Run the member until it is settled. Raises RunEndedError when the run stopped before that."""
@@ -129,6 +131,8 @@ class WorkflowExecutor:
             status = await self._attempt(group, self._key(group, index, attempt), last=attempts_left <= 1)
             self._tally.executions[status] += 1
             if status not in ("retried", "lost"):
+                if status != "unsettled":
+                    group.settled.add(index)
                 return
             attempt += 1
             if status == "retried":
@@ -202,15 +206,12 @@ class WorkflowExecutor:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 5.0)
             deadline = group.deadline
-            if not await self.open_group(group):
-                raise RunEndedError(
-                    f"group {request.group_id} can't be opened again: the run takes no new work"
-                )
+            await self.open_group(group)
             group.deadline = deadline  # asking again does not give the group more time
 
     def _no_session(self, group: OpenGroup, member: MemberKey, error: ConflictError) -> str:
         if self._mode == "train" and time.monotonic() >= group.deadline - GROUP_END_MARGIN_S:
-            return "expired"  # settled by the gateway when the group's time was up
+            return "expired"  # the gateway settles what is missing when the group's time is up
         logger.error("%s could not be opened: %s", member.workflow_id, error)
         return "unsettled"
 
