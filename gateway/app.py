@@ -143,7 +143,7 @@ class Gateway:
         if not superseded:
             self.admission.observe(renewal)
         return RenewalAnswer(
-            desired="stop" if superseded else self.desired,
+            desired="stop" if superseded else self._desired_of_runtimes(),
             epoch=self.epoch,
             superseded=superseded,
             oldest_open_version=self._oldest_open_version(binding),
@@ -183,6 +183,10 @@ class Gateway:
             )
 
     # -------------------------------------------------------------- inside
+
+    def _desired_of_runtimes(self) -> DesiredState:
+        """A trainer that drains takes its log for complete, so it hears of it when no group is open."""
+        return "run" if self.desired == "drain" and self.admission.num_open else self.desired
 
     def _oldest_open_version(self, binding: ModelBinding) -> int | None:
         versions = [*binding.inflight_versions]

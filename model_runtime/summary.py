@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from model_runtime.books import ModelBooks, read_books
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.coordinator import read_run
 from model_runtime.errors import ObjectNotFoundError
@@ -261,8 +262,6 @@ def _model(
     store: Store, layout: RunLayout, model: ModelConfig, rows: Sequence[_Row], failure: str | None
 ) -> ModelSummary:
     own = layout.model(model.model_id)
-    from model_runtime.books import ModelBooks, read_books
-
     versions = [
         number_in(name)
         for name in store.children(own.versions())
@@ -271,7 +270,8 @@ def _model(
     latest = max(versions, default=None)
     published = {row["version"] for row in read_metrics(store, own, "syncs") if _succeeded(row)}
     steps = read_metrics(store, own, "steps")
-    books = read_books(store, own) if model.kind == "trainable" else ModelBooks()
+    trainable = model.kind == "trainable"
+    books = read_books(store, own, objective=model.objective) if trainable else ModelBooks()
     adapter_uri = None if latest is None else store.uri(own.version(latest))
     return ModelSummary(
         model_id=model.model_id,

@@ -29,18 +29,18 @@ from tests.gateway_harness import ADMIN_KEY, RUN_ID, GatewayHarness, live_gatewa
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
-@pytest.fixture
-def harness(local_store: Store) -> Iterator[GatewayHarness]:
-    with live_gateway(local_store) as harness:
-        harness.make_ready()
-        harness.open_group()
-        yield harness
-
-
 def refusal(answer: httpx.Response) -> tuple[int, str, str | None]:
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "code", "param"}
     return answer.status_code, error["code"], error["param"]
+
+
+@pytest.fixture
+def own_harness(local_store: Store) -> Iterator[GatewayHarness]:
+    """For tests that leave the gateway in a state of their own."""
+    with live_gateway(local_store) as harness:
+        harness.start_afresh()
+        yield harness
 
 
 # ------------------------------------------------------------------ OpenAI's SDK, unchanged
@@ -61,7 +61,7 @@ def test_the_sync_openai_client_works_unchanged(harness: GatewayHarness) -> None
             "agent_id": "planner",
             "model_id": "plan",
             "policy_version": 0,
-            "workflow_id": "g/0/0",
+            "workflow_id": session.workflow_id,
         }
         # The SDK's own message object, echoed back, continues the chain.
         echoed = [*HELLO, first.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
@@ -125,25 +125,13 @@ def test_two_equal_calls_of_the_sdk_are_two_samples(harness: GatewayHarness) -> 
     ],
 )
 def test_what_can_not_be_honoured_is_refused_by_name(
-    shared_harness: GatewayHarness, fields: dict[str, Any], param: str
+    harness: GatewayHarness, fields: dict[str, Any], param: str
 ) -> None:
-    session = shared_harness.open_session()
-    asked = len(shared_harness.server.requests)
+    session = harness.open_session()
+    asked = len(harness.server.requests)
     answer = session.post("agents/planner/v1/chat/completions", {"messages": HELLO} | fields)
     assert refusal(answer) == (400, "invalid_request", param)
-    assert len(shared_harness.server.requests) == asked
-
-
-@pytest.fixture(scope="module")
-def shared_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayHarness]:
-    from model_runtime.config import StoreConfig
-    from model_runtime.store import open_store
-
-    store = open_store(StoreConfig(url=str(tmp_path_factory.mktemp("store"))))
-    with live_gateway(store) as harness:
-        harness.make_ready()
-        harness.open_group()
-        yield harness
+    assert len(harness.server.requests) == asked
 
 
 def test_settings_that_ask_for_nothing_are_fine(harness: GatewayHarness) -> None:
@@ -167,10 +155,10 @@ def test_settings_that_ask_for_nothing_are_fine(harness: GatewayHarness) -> None
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": 3}', b"\xff"])
-def test_malformed_bodies_are_400_in_the_error_shape(shared_harness: GatewayHarness, body: bytes) -> None:
-    session = shared_harness.open_session()
+def test_malformed_bodies_are_400_in_the_error_shape(harness: GatewayHarness, body: bytes) -> None:
+    session = harness.open_session()
     path = f"/sessions/{session.session_id}/agents/planner/v1/chat/completions"
-    assert refusal(shared_harness.http.post(path, content=body, headers=session.headers))[0] == 400
+    assert refusal(harness.http.post(path, content=body, headers=session.headers))[0] == 400
 
 
 def test_errors_of_every_route_have_one_shape(harness: GatewayHarness) -> None:
@@ -198,11 +186,16 @@ def test_an_unexpected_failure_is_a_500_without_details_logged_once(
 # ------------------------------------------------------------------ the control API
 
 
-def test_status_shows_every_model_and_no_key(harness: GatewayHarness) -> None:
-    session = harness.open_session()
-    session.chat("x")
-    session.finalize(0.5)
-    raw = harness.http.get("/admin/status", headers=harness.admin)
+def test_status_shows_every_model_and_no_key(local_store: Store) -> None:
+    with live_gateway(local_store) as harness:
+        harness.start_afresh()
+        session = harness.open_session()
+        session.chat("x")
+        session.finalize(0.5)
+        raw = harness.http.get("/admin/status", headers=harness.admin)
+        evaluation = harness.open_session(mode="eval", group_id="e")
+        evaluation.chat("x")
+        evaluation.finalize(0.0)
     status = GatewayStatus.model_validate(raw.json())
     assert harness.server.api_key not in raw.text
     assert (status.run_id, status.epoch, status.desired) == (RUN_ID, 1, "run")
@@ -218,12 +211,13 @@ def test_status_shows_every_model_and_no_key(harness: GatewayHarness) -> None:
 def test_metrics_are_labelled_by_model(harness: GatewayHarness) -> None:
     harness.open_session().chat("x", agent="searcher")
     text = harness.http.get("/metrics").text
-    assert 'repertory_gateway_turns_total{agent="searcher",model="solve"} 1.0' in text
+    assert 'repertory_gateway_turns_total{agent="searcher",model="solve"}' in text
     assert 'repertory_gateway_model_ready{model="plan"} 1.0' in text
     assert harness.http.get("/health").json() == {"status": "ok", "run_id": RUN_ID}
 
 
-def test_a_superseded_runtime_is_told_to_stop(harness: GatewayHarness) -> None:
+def test_a_superseded_runtime_is_told_to_stop(own_harness: GatewayHarness) -> None:
+    harness = own_harness
     harness.renew("plan", incarnation=2)
     answer = harness.renew("plan", incarnation=1)
     assert (answer["superseded"], answer["desired"]) == (True, "stop")
@@ -235,7 +229,9 @@ def test_a_superseded_runtime_is_told_to_stop(harness: GatewayHarness) -> None:
     assert refusal(unknown) == (404, "unknown_model", None)
 
 
-def test_a_drain_ends_the_supply_of_groups_and_stop_is_sticky(harness: GatewayHarness) -> None:
+def test_a_drain_ends_the_supply_of_groups_and_stop_is_sticky(own_harness: GatewayHarness) -> None:
+    harness = own_harness
+
     def desire(state: str) -> str:
         return harness.http.put("/admin/desired", json={"state": state}, headers=harness.admin).json()[
             "state"
@@ -244,12 +240,18 @@ def test_a_drain_ends_the_supply_of_groups_and_stop_is_sticky(harness: GatewayHa
     session = harness.open_session()
     assert desire("drain") == "drain"
     assert harness.open_group("late")["status"] == "ended"
-    assert harness.renew("plan")["desired"] == "drain"
+    # The session's group is open: to a trainer that drains, its log would seem complete.
+    assert harness.renew("plan")["desired"] == "run"
     assert session.chat("x").status_code == 200
     assert harness.open_session(1).finalize()["status"] == "finalized"
     assert desire("run") == "drain"
     assert desire("stop") == "stop"
     assert desire("drain") == "stop"
+
+
+def test_runtimes_hear_of_a_drain_once_no_group_is_open(own_harness: GatewayHarness) -> None:
+    own_harness.http.put("/admin/desired", json={"state": "drain"}, headers=own_harness.admin)
+    assert own_harness.renew("plan")["desired"] == "drain"
 
 
 def test_the_openapi_document_names_every_route(harness: GatewayHarness) -> None:
