@@ -148,11 +148,11 @@ class TrajectoryIngestor:
             async with asyncio.timeout(self._ingest_timeout_s):
                 await asyncio.shield(self._task)
         except TimeoutError:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
             raise StoreUnavailableError(
                 f"finished work is not durable after {self._ingest_timeout_s:.0f} s: {self._last_error}"
             ) from self._last_error
+        finally:
+            self._task.cancel()
 
     # ------------------------------------------------------------------ collecting
 

@@ -56,7 +56,7 @@ class QueueReport(_Wire):
     feed_share: float = 1.0  # moving fraction of settled groups that were usable for this model
     read_positions: dict[str, int] = Field(default_factory=dict)  # writer → next seq to read
     oldest_queued_version: int | None = None
-    closed_groups: int = 0  # settled without signal since the last batch that was dealt out
+    closed_groups: int = 0  # settled without signal since one was last usable
 
 
 class ModelRenewal(_Wire):

@@ -114,7 +114,7 @@ class TrainingQueue:
         self._clock = clock
         self._abandoned_after_s = 2 * max_wait_s
         self._bound = StalenessBound(model.async_training, max_wait_s=max_wait_s, clock=clock)
-        self.num_closed_in_a_row = 0  # groups closed untrained since one was last usable
+        self._closed_in_a_row = 0  # groups closed untrained since one was last usable
         self._report = self._make_report()
 
     # ------------------------------------------------------------------ reading
@@ -190,12 +190,12 @@ class TrainingQueue:
         usable = verdict.closed_reason is None
         if usable:
             self._ready[group.group_id] = group
-            self.num_closed_in_a_row = 0
+            self._closed_in_a_row = 0
         else:
             self._close(group, verdict.closed_reason or "")
         # Groups opened without this model in mind say nothing about how often it is fed.
         if verdict.closed_reason != "not_for_training":
-            self.num_closed_in_a_row += not usable
+            self._closed_in_a_row += not usable
             self._feed_share = _SHARE_MEMORY * self._feed_share + (1 - _SHARE_MEMORY) * usable
 
     def _close(self, group: Group, reason: str) -> None:
@@ -404,7 +404,7 @@ class TrainingQueue:
             oldest_queued_version=min(
                 (v for g in queued if (v := g.oldest_version) is not None), default=None
             ),
-            closed_groups=len(self._closed),
+            closed_groups=self._closed_in_a_row,
         )
 
     def totals(self) -> dict[str, int]:

@@ -273,3 +273,16 @@ async def test_a_journal_entry_that_cannot_be_read_is_named(store):
     store.put(LAYOUT.journal_entry(WRITER, 0), b"\xc1 nonsense")
     with pytest.raises(CorruptObjectError, match=r"journal/e00001-00001/00000000.bin: not a journal entry"):
         await ingestor(store, writer=writer_id(1, 2)).start()
+
+
+async def test_close_gives_up_on_a_store_that_stays_away_and_leaves_the_journal(store):
+    writing = ingestor(store, timeout_s=0.3)
+    await writing.start()
+    store.failing = "solver_model"
+    task = asyncio.create_task(writing.ingest(execution()))
+    await store.failed(1)
+    with pytest.raises(StoreUnavailableError, match="not durable"):
+        await writing.close()
+    with pytest.raises(StoreUnavailableError, match="not durable"):
+        await task
+    assert len(store.list(LAYOUT.journal_writers())) == 1

@@ -443,12 +443,12 @@ def test_the_share_follows_how_often_a_settled_group_feeds_the_model(store):
     log.group("a")
     q.poll()
     assert q.report().feed_share == pytest.approx(0.91, abs=0.02)
-    assert q.num_closed_in_a_row == 0
+    assert q.report().closed_groups == 0
     for i in range(100):
         log.append(*(member(f"flat {i}", j, 1.0, size=2) for j in range(2)))
     q.poll()
     assert q.report().feed_share == 0.05  # never 0: admission would open without bound
-    assert q.num_closed_in_a_row == 100
+    assert q.report().closed_groups == 100
 
 
 def test_the_report_says_how_far_each_writer_was_read_and_the_oldest_version(store):
