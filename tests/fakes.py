@@ -351,15 +351,19 @@ class FakeRolloutServer:
 
     def __init__(self, *, served: Sequence[str] | None = None) -> None:
         self.tokenizer = make_tokenizer()
-        self.answers: list[str] = ["hello"]
         self.served = None if served is None else set(served)  # None: any name
         self.api_key = "fake-server-key"
+        self.url = ""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was asked, and behave."""
+        self.answers: list[str] = ["hello"]
         self.requests: list[dict[str, Any]] = []
         self.aborted: list[str] = []  # request ids whose connection was closed by the client
         self.fail_next: list[int | str] = []  # an HTTP status, "drop" or "abort"
         self.delay_s = 0.0
         self.finish_reason = "stop"
-        self.url = ""
         self._num_answers = 0
 
     def logprobs(self, count: int) -> list[float]:

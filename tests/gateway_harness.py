@@ -54,7 +54,18 @@ class GatewayHarness:
     http: httpx.Client
     live: LiveServer
     defaults: dict[str, dict[str, Any]] = field(default_factory=dict)  # model_id → of its renewals
+    group_id: str = "g0"
     _seq: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def start_afresh(self) -> None:
+        """For the next test: a group of its own, models ready at version 0, a well-behaved server."""
+        self.server.reset()
+        self.defaults.clear()
+        for session in list(self.gateway.sessions):
+            self.on_loop(self.gateway.sessions.settle(session, "aborted"))
+        self.make_ready()
+        self.group_id = f"g{next(self._seq)}"
+        self.open_group()
 
     @property
     def admin(self) -> dict[str, str]:
@@ -106,23 +117,34 @@ class GatewayHarness:
         """Run something on the gateway's own event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.live.loop).result(20)
 
-    def open_group(self, group_id: str = "g", size: int = 2, **overrides: Any) -> dict[str, Any]:
-        body = {"group_id": group_id, "group_size": size, "wait_s": 5} | overrides
+    def open_group(self, group_id: str | None = None, size: int = 2, **overrides: Any) -> dict[str, Any]:
+        body = {"group_id": group_id or self.group_id, "group_size": size, "wait_s": 5} | overrides
         answer = self.http.post("/groups", json=body, headers=self.admin)
         answer.raise_for_status()
         return answer.json()
 
-    def open_session(self, member: int = 0, group_id: str = "g", **overrides: Any) -> LiveSession:
-        body = {"group_id": group_id, "group_size": 2, "member_index": member} | overrides
-        answer = self.http.post("/sessions", json=body, headers=self.admin)
+    def open_session(self, member: int = 0, group_id: str | None = None, **overrides: Any) -> LiveSession:
+        answer = self.ask_for_session(member, group_id, **overrides)
         answer.raise_for_status()
         return LiveSession(self, **answer.json())
 
+    def ask_for_session(
+        self, member: int = 0, group_id: str | None = None, **overrides: Any
+    ) -> httpx.Response:
+        body = {"group_id": self.group_id if group_id is None else group_id, "group_size": 2}
+        body |= {"member_index": member} | overrides
+        return self.http.post("/sessions", json=body, headers=self.admin)
+
     def rows(self, model_id: str, *, evaluation: bool = False) -> list[Trajectory]:
-        return [row for shard in self._shards(model_id, evaluation) for row in shard.trajectories]
+        """Of the current group, in log order."""
+        shards = self._shards(model_id, evaluation)
+        rows = [row for shard in shards for row in shard.trajectories]
+        return [row for row in rows if evaluation or row.member.group_id == self.group_id]
 
     def settlements(self, model_id: str) -> list[Settlement]:
-        return [s for shard in self._shards(model_id, False) for s in shard.settlements]
+        """Of the current group, in log order."""
+        found = [s for shard in self._shards(model_id, False) for s in shard.settlements]
+        return [s for s in found if s.member.group_id == self.group_id]
 
     def _shards(self, model_id: str, evaluation: bool) -> list[Any]:
         layout = RunLayout(RUN_ID).model(model_id)

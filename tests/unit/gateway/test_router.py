@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -13,14 +12,6 @@ from model_runtime.layout import served_name
 from model_runtime.store import Store
 from tests.fakes import make_tokenizer_document
 from tests.gateway_harness import GatewayHarness, live_gateway, make_config
-
-
-@pytest.fixture
-def harness(local_store: Store) -> Iterator[GatewayHarness]:
-    with live_gateway(local_store) as harness:
-        harness.make_ready()
-        harness.open_group()
-        yield harness
 
 
 def user(text: str) -> dict[str, str]:
