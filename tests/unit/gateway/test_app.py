@@ -249,8 +249,12 @@ def test_a_drain_ends_the_supply_of_groups_and_stop_is_sticky(own_harness: Gatew
     assert desire("drain") == "stop"
 
 
-def test_runtimes_hear_of_a_drain_once_no_group_is_open(own_harness: GatewayHarness) -> None:
+def test_runtimes_hear_of_a_drain_once_no_group_is_open(
+    own_harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own_harness.http.put("/admin/desired", json={"state": "drain"}, headers=own_harness.admin)
+    assert own_harness.renew("plan")["desired"] == "run"
+    monkeypatch.setattr(type(own_harness.gateway.admission), "num_open", 0)
     assert own_harness.renew("plan")["desired"] == "drain"
 
 
