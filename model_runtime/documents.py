@@ -128,7 +128,7 @@ class CheckpointDocument(Document):
     low_water: dict[str, int]  # writer → seq below which every record is consumed
     consumed: list[str]  # writer/seq/trajectory_id of rows at or above low water, trained or dropped
     closed_groups: list[str]  # groups at or above low water that are closed
-    totals: dict[str, int]  # books: read, trained, dropped by reason
+    totals: dict[str, int]  # books: trained, dropped.<reason>, groups_trained, groups_closed.<reason>
     seed: int
     created_at: float
 
