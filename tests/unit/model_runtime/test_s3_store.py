@@ -121,7 +121,7 @@ def test_refused_credentials_are_an_access_error_and_not_retried(
 def test_a_silent_endpoint_costs_no_more_than_the_attempts(fake_s3: fakes.FakeS3, s3_store: Store) -> None:
     fake_s3.hang_s = 30
     store = open_store(StoreConfig(url=s3_store.url, read_timeout_s=0.3, max_attempts=2))
-    with pytest.raises(StoreUnavailableError, match="get s3://bucket/runs/k: no answer .*ReadTimeout"):
+    with pytest.raises(StoreUnavailableError, match=r"get s3://bucket/runs/k: no answer .*ReadTimeout"):
         store.get("k")
     assert fake_s3.requests == ["GET /bucket/runs/k"] * 2
 
