@@ -1,0 +1,315 @@
+"""The parent's decisions, on fakes of its children and its gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Completed, Crashed, Failed
+
+from flows import multi_model_training as module
+from flows.multi_model_training import (
+    Run,
+    anyone_trains,
+    drain,
+    evaluate,
+    follow,
+    multi_model_training,
+    run_id_for,
+    stop_children,
+    watch_children,
+)
+from model_runtime.config import RunConfig
+from model_runtime.coordinator import CheckpointCoordinator, begin_run, claim_epoch, read_desired
+from model_runtime.errors import ProcessError, SupersededError
+from model_runtime.layout import RunLayout
+from model_runtime.protocol import GatewayStatus, ModelRenewal, ModelStatus
+from model_runtime.store import Store
+from tasks.children import Child
+
+LAYOUT = RunLayout("run-1")
+
+
+def config(**changes: Any) -> RunConfig:
+    raw: dict[str, Any] = {
+        "multi_model": {"models": [{"model_id": m, "model_path": f"/{m}"} for m in ("a", "b")]},
+        "agent_model_mapping": {"x": "a", "y": "b"},
+        "workflow": {"function": "m:f", "tasks": "/t", "held_out_tasks": "/h"},
+    }
+    return RunConfig.model_validate(raw | changes)
+
+
+def model_status(model_id: str, **renewal: Any) -> ModelStatus:
+    defaults: dict[str, Any] = {
+        "model_id": model_id,
+        "epoch": 1,
+        "incarnation": 1,
+        "seq": 1,
+        "kind": "trainable",
+        "status": "ready",
+        "trainer_state": "running",
+        "committed_version": 3,
+        "published_version": 3,
+    }
+    return ModelStatus(
+        model_id=model_id,
+        ready=True,
+        age_s=0.1,
+        renewal=ModelRenewal.model_validate(defaults | renewal),
+        used=0,
+        waiting_requests=0,
+        running_requests=0,
+        finalized_rows=0,
+        sampled_tokens=0,
+        tokens_per_s=0,
+    )
+
+
+class FakeGateway:
+    """Notes what is wanted; its status is whatever `models` say."""
+
+    url = "http://gateway"
+
+    def __init__(self) -> None:
+        self.wanted: list[str] = []
+        self.models: dict[str, ModelStatus] | None = {m: model_status(m) for m in ("a", "b")}
+        self.admin = SimpleNamespace(status=self._status)
+
+    async def want(self, state: str, reason: str) -> None:
+        self.wanted.append(state)
+
+    async def _status(self) -> GatewayStatus | None:
+        if self.models is None:
+            return None
+        return GatewayStatus(
+            run_id="run-1",
+            epoch=1,
+            desired="run",
+            models=self.models,
+            open_groups=0,
+            waiting_groups=0,
+            open_sessions=0,
+            settlements={},
+        )
+
+
+class FakePrefect:
+    """Flow runs that end when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[str] = []
+        self._ends: dict[str, Any] = {}
+        monkeypatch.setattr(module, "start_child", self._start)
+        monkeypatch.setattr(module, "look", self._look)
+        monkeypatch.setattr(module, "restart_if_lost", self._restart)
+        monkeypatch.setattr(module, "POLL_S", 0.001)
+
+    def end(self, role: str, state: Any) -> None:
+        self._ends[role] = state
+
+    async def _start(self, child: Child) -> None:
+        child.flow_run_id, child.final = uuid4(), None
+        self.started.append(child.role)
+
+    async def _look(self, children: list[Child]) -> list[Child]:
+        ended = [c for c in children if c.final is None and c.role in self._ends]
+        for child in ended:
+            child.final = FlowRun.model_construct(id=child.flow_run_id, state=self._ends.pop(child.role))
+            child.history.append(child.outcome)
+        return ended
+
+    async def _restart(self, child: Child) -> bool:
+        if child.lost and child.incarnation == 1:
+            child.incarnation = 2
+            await self._start(child)
+            return True
+        return False
+
+
+@pytest.fixture
+def prefect(monkeypatch: pytest.MonkeyPatch) -> FakePrefect:
+    return FakePrefect(monkeypatch)
+
+
+async def make_run(store: Store, settings: RunConfig) -> Run:
+    claim_epoch(store, LAYOUT)
+    begin_run(store, LAYOUT, settings, epoch=1)
+    run = Run(
+        config=settings,
+        run_id="run-1",
+        epoch=1,
+        store=store,
+        layout=LAYOUT,
+        gateway=FakeGateway(),  # type: ignore[arg-type]
+        gateway_task=asyncio.create_task(asyncio.sleep(60)),
+        models={},
+        coordinator=CheckpointCoordinator(store, LAYOUT, ("a", "b"), 1),
+    )
+    await module.start_children(run)
+    return run
+
+
+@pytest.fixture
+async def run(local_store: Store, prefect: FakePrefect) -> Any:
+    made = await make_run(local_store, config())
+    yield made
+    made.gateway_task.cancel()
+
+
+async def within(work: Any, limit_s: float = 5) -> Any:
+    return await asyncio.wait_for(work, limit_s)
+
+
+def test_the_form_of_the_ui_has_the_config_and_refuses_a_bad_one() -> None:
+    schema = multi_model_training.parameters
+    assert list(schema.properties) == ["run_id", "config"]
+    assert schema.required == ["config"]
+    assert "RunConfig" in (schema.definitions or {})
+    with pytest.raises(Exception, match="unknown model 'c'"):
+        multi_model_training.validate_parameters(
+            {"run_id": "", "config": config().model_dump() | {"agent_model_mapping": {"x": "c"}}}
+        )
+
+
+def test_a_run_without_a_name_is_named_by_its_flow_run() -> None:
+    assert run_id_for(config(name="shop"), "", "0f3c9a12-aaaa") == "shop-0f3c9a12"
+    assert run_id_for(config(), "mine", "0f3c9a12-aaaa") == "mine"
+
+
+async def test_every_model_and_the_work_get_a_flow_run_of_their_own(run: Run, prefect: FakePrefect) -> None:
+    assert prefect.started == ["a", "b", "rollout"]
+    child = run.models["a"]
+    assert child.deployments == ("model-runtime/a", "model-runtime/default")
+    assert child.idempotency_key == "run-1:a:1"
+    assert child.tags == ["run:run-1", "model:a"]
+    assert child.parameters["config"]["workflow"]["function"] == "m:f"
+
+
+async def test_the_run_is_followed_until_the_work_is_done(run: Run, prefect: FakePrefect) -> None:
+    following = asyncio.create_task(follow(run))
+    await asyncio.sleep(0.05)
+    assert not following.done()
+    prefect.end("rollout", Completed())
+    await within(following)
+    assert run.failures == {}
+
+
+async def test_one_models_failure_leaves_the_others_going(run: Run, prefect: FakePrefect) -> None:
+    following = asyncio.create_task(follow(run))
+    prefect.end("a", Failed(message="CUDA out of memory"))
+    await asyncio.sleep(0.05)
+    assert run.failures == {"a": "Failed: CUDA out of memory"}
+    assert not following.done()
+    prefect.end("b", Failed(message="too"))
+    await within(following)
+
+
+async def test_a_lost_model_is_started_again_and_is_no_failure(run: Run, prefect: FakePrefect) -> None:
+    prefect.end("a", Crashed())
+    await watch_children(run)
+    assert prefect.started.count("a") == 2
+    assert run.failures == {}
+    prefect.end("a", Crashed(message="again"))
+    await watch_children(run)
+    assert run.failures == {"a": "Crashed: again"}
+
+
+async def test_a_gateway_that_was_given_up_ends_the_run(run: Run) -> None:
+    async def fail() -> None:
+        raise ProcessError("the gateway died; giving up")
+
+    run.gateway_task.cancel()
+    run.gateway_task = asyncio.create_task(fail())
+    with pytest.raises(ProcessError, match="giving up"):
+        await within(follow(run))
+
+
+async def test_a_newer_epoch_ends_the_older_one(
+    run: Run, local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LEADER_CHECK_EVERY_S", 0)
+    claim_epoch(local_store, LAYOUT, host="another")
+    with pytest.raises(SupersededError):
+        await within(follow(run))
+
+
+async def test_time_that_is_up_ends_the_following(local_store: Store, prefect: FakePrefect) -> None:
+    run = await make_run(local_store, config(max_duration_s=0.05))
+    await within(follow(run))
+    run.gateway_task.cancel()
+
+
+async def test_without_a_rollout_of_our_own_the_end_of_all_training_ends_the_run(
+    local_store: Store, prefect: FakePrefect
+) -> None:
+    run = await make_run(local_store, config(workflow={}))
+    assert await anyone_trains(run)
+    assert isinstance(run.gateway, FakeGateway)
+    run.gateway.models = {m: model_status(m, trainer_state="finished") for m in ("a", "b")}
+    assert not await anyone_trains(run)
+    run.gateway_task.cancel()
+
+
+async def test_a_drain_waits_for_the_work_and_for_the_last_versions(run: Run, prefect: FakePrefect) -> None:
+    draining = asyncio.create_task(drain(run))
+    assert isinstance(run.gateway, FakeGateway)
+    behind = model_status("b", trainer_state="drained", committed_version=4)
+    run.gateway.models = {"a": model_status("a", trainer_state="finished"), "b": behind}
+    prefect.end("rollout", Completed())
+    await asyncio.sleep(0.05)
+    assert not draining.done(), "v4 of b is committed and not yet published"
+    run.gateway.models["b"] = model_status("b", trainer_state="drained")
+    await within(draining)
+    assert run.gateway.wanted == ["drain"]
+    desired = read_desired(run.store, LAYOUT)
+    assert desired is not None
+    assert desired.state == "drain"
+
+
+async def test_a_drain_does_not_wait_for_a_model_that_ended(run: Run, prefect: FakePrefect) -> None:
+    assert isinstance(run.gateway, FakeGateway)
+    run.gateway.models = {"a": model_status("a"), "b": model_status("b", trainer_state="no_signal")}
+    prefect.end("rollout", Completed())
+    prefect.end("a", Failed(message="lost its weights"))
+    await within(drain(run))
+
+
+async def test_a_drain_that_takes_too_long_is_a_failure(
+    run: Run, monkeypatch: pytest.MonkeyPatch, prefect: FakePrefect
+) -> None:
+    monkeypatch.setattr(module, "DRAIN_LIMIT_S", 0.05)
+    await within(drain(run))
+    assert "drain" in run.failures
+
+
+async def test_held_out_tasks_run_once_and_a_failure_of_theirs_is_one_of_the_run(
+    run: Run, prefect: FakePrefect
+) -> None:
+    prefect.end("evaluation", Failed(message="no such file"))
+    await within(evaluate(run))
+    assert run.evaluation is not None
+    assert run.evaluation.parameters["mode"] == "eval"
+    assert run.failures == {"evaluation": "Failed: no such file"}
+
+
+async def test_without_held_out_tasks_or_with_a_failed_model_nothing_is_evaluated(
+    run: Run, prefect: FakePrefect
+) -> None:
+    run.failures["a"] = "Failed"
+    await within(evaluate(run))
+    assert "evaluation" not in prefect.started
+
+
+async def test_stop_waits_until_every_child_has_ended(run: Run, prefect: FakePrefect) -> None:
+    stopping = asyncio.create_task(stop_children(run))
+    for role in ("a", "b"):
+        prefect.end(role, Completed())
+    await asyncio.sleep(0.05)
+    assert not stopping.done()
+    prefect.end("rollout", Completed())
+    await within(stopping)
+    assert run.failures == {}
