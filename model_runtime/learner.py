@@ -72,9 +72,11 @@ class _Tokens:
 
 
 class Learner:
-    """The policy with its optimizer."""
+    """The policy with its optimizer. Making one seeds every random generator of this process."""
 
     def __init__(self, model: ModelConfig, *, seed: int, device: torch.device | str = "cpu") -> None:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
         self._model = model
         self.policy = Policy(model, seed=seed, device=device)
         self._optimizer = torch.optim.AdamW(

@@ -14,6 +14,7 @@ process, arrives at the same bytes. Exit code 0: ended well or stopped; 1: faile
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import sys
 import threading
@@ -397,7 +398,7 @@ class FullyAsyncTrainer:
         self._mailbox.working(for_s=WORK_S)
         identity = {"step": batch.step, "model_id": self._spec.model_id, "version": self._version}
         self._metrics.append({**identity, "epoch": self._spec.epoch, "time": time.time(), **row})
-        self._report(last_metrics=row)
+        self._report(last_metrics={name: value for name, value in row.items() if math.isfinite(value)})
 
     def _report(self, **changes: object) -> None:
         max_steps = self._model.max_steps

@@ -250,6 +250,18 @@ def test_a_step_that_fails_is_reported_with_model_and_step(folder, monkeypatch):
     assert "planner: the loss of step 1 is nan" in status.reason
 
 
+def test_a_figure_that_is_not_finite_harms_neither_status_nor_rows(folder, monkeypatch):
+    folder.write_groups(make_groups(2))
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+    monkeypatch.setattr(
+        "model_runtime.learner.correction_metrics", lambda *_, cap: {"rollout_corr/k3_kl": float("inf")}
+    )
+    assert train(folder) == 0
+    assert "rollout_corr/k3_kl" not in folder.status().last_metrics
+    (row,) = read_metrics(folder.store, folder.layout, "steps")
+    assert row["rollout_corr/k3_kl"] is None
+
+
 def test_a_seed_that_changed_is_refused(folder):
     folder.write_groups(make_groups(2))
     folder.tell(desired="drain", published_version=UNBOUNDED)
@@ -302,7 +314,7 @@ def undisturbed(tmp_path_factory, base):
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("number", [2, 5, 8, 12, 15, 17, 18, 22, 30])
+@pytest.mark.parametrize("number", [4, 9, 14, 17, 19])
 def test_a_crash_at_any_write_changes_nothing_in_the_end(folder, monkeypatch, undisturbed, number, after):
     folder.write_groups(make_groups(14))
     folder.tell(desired="drain", published_version=UNBOUNDED)
