@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from prefect import flow, runtime
+from prefect import flow
+from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled
 
 from model_runtime.config import RunConfig
@@ -22,7 +23,7 @@ from tasks.training import first_version, train_next
 
 
 def _run_name() -> str:
-    given = runtime.flow_run.parameters
+    given = this_run.parameters
     again = f" (start {given['incarnation']})" if given.get("incarnation", 1) > 1 else ""
     return f"{given['model_id']} · {given['run_id']}{again}"
 

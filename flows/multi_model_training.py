@@ -9,7 +9,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from prefect import flow, runtime
+from prefect import flow
+from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled
 
 from model_runtime.config import RunConfig
@@ -77,10 +78,10 @@ def run_id_for(config: RunConfig, run_id: str, flow_run_id: str | None) -> str:
 
 
 def _run_name() -> str:
-    given = runtime.flow_run.parameters
+    given = this_run.parameters
     config = given["config"]
     name = config.get("name", "default") if isinstance(config, dict) else config.name
-    return given.get("run_id") or f"{name}-{(runtime.flow_run.id or 'local')[:8]}"
+    return given.get("run_id") or f"{name}-{(this_run.id or 'local')[:8]}"
 
 
 @flow(
@@ -98,7 +99,7 @@ async def multi_model_training(run_id: str = "", *, config: RunConfig) -> Any:
         run_id: Name of the run. The name of an earlier run goes on with it. Empty: a new name.
         config: Models, agents, workflow and store.
     """
-    run_id = run_id_for(config, run_id, runtime.flow_run.id)
+    run_id = run_id_for(config, run_id, this_run.id)
     outcome = await run_watched(lead(config, run_id))
     if isinstance(outcome, Stopped):
         return Cancelled(message=f"stopped: {outcome.reason}; the run can be resumed as {run_id!r}")
@@ -143,7 +144,7 @@ async def take_over(config: RunConfig, run_id: str) -> Run:
         log.warning("%s", warning)
     store, layout = open_store(config.store), RunLayout(run_id)
     await asyncio.to_thread(store.check)
-    own_id = runtime.flow_run.id
+    own_id = this_run.id
     claim = await asyncio.to_thread(claim_epoch, store, layout, flow_run_id=own_id, host=socket.gethostname())
     older = await cancel_older_runs(run_id, own_id=own_id)
     if older:
@@ -330,7 +331,7 @@ async def shut_down(run: Run, state: str) -> None:
     """Whatever happened: no child and no gateway is left. Within CLEANUP_LIMIT_S when cancelled."""
     if state not in ("completed", "superseded"):  # also for those that can't reach Prefect
         await asyncio.to_thread(_leave_word, run, f"the run is {state}")
-    own_id = runtime.flow_run.id
+    own_id = this_run.id
     if own_id is not None and any(child.final is None for child in run.children):
         try:
             await asyncio.to_thread(cancel_children, own_id, reason=f"the run is {state}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal
 
-from prefect import flow, runtime
+from prefect import flow
+from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled
 
 from model_runtime.config import RunConfig
@@ -18,7 +19,7 @@ from tasks.rollout import RolloutReporter, drive, report_line
 
 
 def _run_name() -> str:
-    given = runtime.flow_run.parameters
+    given = this_run.parameters
     what = "held-out evaluation" if given.get("mode") == "eval" else "rollout"
     return f"{what} · {given['run_id']}"
 

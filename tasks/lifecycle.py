@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from uuid import UUID
 
-from prefect import runtime
+from prefect import Flow
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -25,8 +25,9 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
     FlowRunFilterTags,
 )
-from prefect.client.schemas.objects import Flow, FlowRun, State, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound
+from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Cancelling
 
 log = logging.getLogger(__name__)
@@ -82,10 +83,10 @@ async def run_watched(work: Coroutine[Any, Any, T]) -> Finished[T] | Stopped:
 
 async def stop_asked() -> str:
     """Wait until this flow run should stop; the reason: cancelled, parent ended, or runner died."""
-    own_id = runtime.flow_run.id
-    if own_id is None:
-        await asyncio.Event().wait()  # called as a plain function: nobody but the caller can stop it
-    parent_id = runtime.flow_run.parent_flow_run_id
+    own_id: str | None = this_run.id
+    while own_id is None:  # called as a plain function: nobody but the caller can stop it
+        await asyncio.Event().wait()
+    parent_id = this_run.parent_flow_run_id
     watchers = [
         asyncio.ensure_future(_runner_died()),
         asyncio.ensure_future(_states_say_stop(own_id, parent_id)),
@@ -162,7 +163,7 @@ async def wait_final(ids: Iterable[UUID], *, limit_s: float, every_s: float = 1.
 # ------------------------------------------------------------------------------------------- cancelling
 
 
-def cancel_children_of(flow: Flow, flow_run: FlowRun, state: State) -> None:
+def cancel_children_of(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
     """Flow hook: cancel the children of a flow run that ended early. Prefect passes these by name."""
     cancel_children(flow_run.id, reason=f"the parent flow run is {state.name}")
 

@@ -12,7 +12,7 @@ from model_runtime.errors import PublishError
 from model_runtime.runtime import ModelAsyncRuntime
 from tasks.reporting import announce
 
-RETRY_DELAYS_S = [2, 5, 15]
+RETRY_DELAYS_S: list[float] = [2, 5, 15]
 
 
 def _may_pass(_task: Task[Any, Any], _run: TaskRun, state: State) -> bool:
