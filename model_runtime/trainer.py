@@ -114,7 +114,7 @@ class FullyAsyncTrainer:
             raise
 
     def _train(self) -> TrainerState:
-        settings = self._model.async_training
+        self._commit_if_due()  # a stop may have come between a step and its version
         while self._model.max_steps is None or self._step < self._model.max_steps:
             began = time.monotonic()
             batch = self._next_batch()
@@ -125,8 +125,7 @@ class FullyAsyncTrainer:
             metrics = self._learner.update(batch.rows, step=batch.step, between_passes=self._obey)
             self._consume(batch)
             self._note(batch, metrics, waited_s=waited, step_s=time.monotonic() - began)
-            if self._step % settings.trigger_parameter_sync_step == 0:
-                self._commit()
+            self._commit_if_due()
             if self._step % self._model.save_every == 0:
                 self._save()
         return self._finish("finished")
@@ -279,6 +278,11 @@ class FullyAsyncTrainer:
             self._trained_prompt = prompt_ids[:MAX_CANARY_PROMPT_TOKENS].tolist()
 
     # ------------------------------------------------------------------ versions and checkpoints
+
+    def _commit_if_due(self) -> None:
+        due = self._step % self._model.async_training.trigger_parameter_sync_step == 0
+        if due and self._step > self._version_step:
+            self._commit()
 
     def _commit(self) -> None:
         """Commit the adapter as the next version, once the one before it is published."""

@@ -205,6 +205,18 @@ def test_stop_ends_it_and_what_is_trained_is_saved(folder, how):
     assert folder.status().checkpoint_step == 1
 
 
+def test_a_stop_while_waiting_to_commit_forgets_no_version(folder):
+    folder.write_groups(make_groups(6))
+    folder.tell(desired="drain")
+    with Running(folder) as run:
+        run.until(lambda s: s.state == "waiting" and s.step == 2)
+    assert versions(folder) == ["v0"]
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+    assert train(folder) == 0
+    steps = [version_document(folder.store, folder.layout, n).step for n in range(3)]
+    assert (steps, folder.status().step) == ([0, 2, 3], 3)
+
+
 def test_groups_without_signal_end_a_model_at_last(tmp_path, base):
     folder = TrainingFolder(tmp_path, base, model={"batch_size": 1})
     folder.write_groups(make_groups(9, flat=True))
