@@ -4,7 +4,7 @@ what the log holds and what the steps' documents name; the trainer's own counter
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from model_runtime.config import ObjectiveConfig
@@ -38,8 +38,14 @@ class ModelBooks:
         return accounted == self.finalized and not self.num_trained_twice and not self.num_missing
 
 
-def read_books(store: Store, layout: ModelLayout, *, objective: ObjectiveConfig | None = None) -> ModelBooks:
-    """Read the model's whole log and all documents of its steps.
+def read_books(
+    store: Store,
+    layout: ModelLayout,
+    *,
+    objective: ObjectiveConfig | None = None,
+    visit: Callable[[Shard], None] | None = None,
+) -> ModelBooks:
+    """Read the model's whole log and all documents of its steps. `visit` is shown each shard in passing.
 
     A step counts from the moment its document is written. Rows that no document names yet, but whose group
     is complete and teaches nothing, count as dropped, as the next document would have it; `objective` is
@@ -51,6 +57,8 @@ def read_books(store: Store, layout: ModelLayout, *, objective: ObjectiveConfig 
     reader = LogReader(store, layout)
     for position, shard in reader.new_shards():
         count.read(position, shard)
+        if visit is not None:
+            visit(shard)
     return count.books(num_damaged_shards=len(reader.quarantined))
 
 

@@ -19,11 +19,10 @@ from model_runtime.books import ModelBooks, read_books
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.coordinator import read_run
 from model_runtime.errors import ObjectNotFoundError
-from model_runtime.layout import RunLayout, number_in
-from model_runtime.log_reader import LogReader
+from model_runtime.layout import ModelLayout, RunLayout, number_in
 from model_runtime.metrics import read_metrics
 from model_runtime.store import Store
-from model_runtime.types import DEFAULT_COMPONENT, FINAL_STATUSES, Trajectory
+from model_runtime.types import DEFAULT_COMPONENT, FINAL_STATUSES, Shard, Trajectory
 
 SUCCESS_COMPONENT = "success"
 START_SHARE = 0.1
@@ -127,8 +126,8 @@ def summarize(
     failures: Mapping[str, str],
 ) -> RunSummary:
     """Read the whole run. The duration is that of this life of the parent."""
-    rows = {model.model_id: _rows(store, layout, model.model_id) for model in config.trainable_models}
-    everything = [row for of_model in rows.values() for row in of_model]
+    logs = {m.model_id: _read_log(store, layout.model(m.model_id), m) for m in config.models}
+    everything = [row for rows, _ in logs.values() for row in rows]
     executions = _executions(everything)
     run = read_run(store, layout)
     epoch = run.epoch if run else 0
@@ -150,7 +149,7 @@ def summarize(
             for agent_id, model_id in config.agent_to_model.items()
         ],
         models=[
-            _model(store, layout, model, rows.get(model.model_id, []), failures.get(model.model_id))
+            _model(store, layout, model, *logs[model.model_id], failures.get(model.model_id))
             for model in config.models
         ],
         held_out=read_held_out(store, layout, epoch),
@@ -213,18 +212,33 @@ class _Row:
         )
 
 
-def _rows(store: Store, layout: RunLayout, model_id: str) -> list[_Row]:
-    """Rows of executions that count: of each member the first attempt that settled for good."""
-    winners: dict[tuple[str, int], int] = {}
-    found: dict[str, tuple[int, _Row]] = {}
-    for _, shard in LogReader(store, layout.model(model_id)).new_shards():
+class _Rows:
+    """Collects the rows of executions that count: of each member the first attempt that settled for good."""
+
+    def __init__(self) -> None:
+        self._winners: dict[tuple[str, int], int] = {}
+        self._found: dict[str, tuple[int, _Row]] = {}
+
+    def visit(self, shard: Shard) -> None:
+        """One shard; they come in log order."""
         for settlement in shard.settlements:
             if settlement.status in FINAL_STATUSES:
                 member = settlement.member
-                winners.setdefault((member.group_id, member.member_index), member.attempt)
-        for trajectory in shard.trajectories:
-            found.setdefault(trajectory.trajectory_id, (trajectory.member.attempt, _Row.of(trajectory)))
-    return [row for attempt, row in found.values() if winners.get(row.execution) == attempt]
+                self._winners.setdefault((member.group_id, member.member_index), member.attempt)
+        for t in shard.trajectories:
+            self._found.setdefault(t.trajectory_id, (t.member.attempt, _Row.of(t)))
+
+    def counted(self) -> list[_Row]:
+        return [row for attempt, row in self._found.values() if self._winners.get(row.execution) == attempt]
+
+
+def _read_log(store: Store, layout: ModelLayout, model: ModelConfig) -> tuple[list[_Row], ModelBooks]:
+    """Rows and books in one pass; nothing for a frozen model, which has no log."""
+    if model.kind == "frozen":
+        return [], ModelBooks()
+    rows = _Rows()
+    books = read_books(store, layout, objective=model.objective, visit=rows.visit)
+    return rows.counted(), books
 
 
 def _executions(rows: Iterable[_Row]) -> list[_Row]:
@@ -259,7 +273,12 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _model(
-    store: Store, layout: RunLayout, model: ModelConfig, rows: Sequence[_Row], failure: str | None
+    store: Store,
+    layout: RunLayout,
+    model: ModelConfig,
+    rows: Sequence[_Row],
+    books: ModelBooks,
+    failure: str | None,
 ) -> ModelSummary:
     own = layout.model(model.model_id)
     versions = [
@@ -270,8 +289,6 @@ def _model(
     latest = max(versions, default=None)
     published = {row["version"] for row in read_metrics(store, own, "syncs") if _succeeded(row)}
     steps = read_metrics(store, own, "steps")
-    trainable = model.kind == "trainable"
-    books = read_books(store, own, objective=model.objective) if trainable else ModelBooks()
     adapter_uri = None if latest is None else store.uri(own.version(latest))
     return ModelSummary(
         model_id=model.model_id,
