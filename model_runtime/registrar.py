@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from model_runtime.config import GatewayConfig
 from model_runtime.coordinator import latest_epoch, read_desired
 from model_runtime.documents import DesiredDocument, DesiredState
-from model_runtime.errors import CorruptObjectError, PublishError, StoreError
+from model_runtime.errors import CorruptObjectError, PublishError, StoreError, SupersededError
 from model_runtime.layout import RunLayout
 from model_runtime.protocol import ModelRenewal, RenewalAnswer, admin_key
 from model_runtime.store import Store
@@ -36,7 +36,8 @@ _T = TypeVar("_T")
 
 class Registrar:
     """Renews one model's lease. `compose(seq)` is asked for each renewal just before it is sent, so a
-    renewal always says what is true now; `on_answer` gets it back with the gateway's answer."""
+    renewal always says what is true now; `on_answer` gets it back with the gateway's answer, unless a newer
+    life leads. `on_orders` is called when `desired` or `stop_reason` has changed."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class Registrar:
         layout: RunLayout,
         compose: Callable[[int], ModelRenewal],
         on_answer: Callable[[ModelRenewal, RenewalAnswer], None],
+        on_orders: Callable[[], None],
     ) -> None:
         self._url = f"{gateway_url.rstrip('/')}/admin/models/{model_id}"
         self._headers = {"Authorization": f"Bearer {admin_key()}", "Content-Type": "application/json"}
@@ -59,6 +61,7 @@ class Registrar:
         self._layout = layout
         self._compose = compose
         self._on_answer = on_answer
+        self._on_orders = on_orders
         self._seq = 0
         self._due = asyncio.Event()
         self._changed = Changed()
@@ -69,6 +72,7 @@ class Registrar:
         self.last_answer: RenewalAnswer | None = None
         self.desired: DesiredState = "run"
         self.stop_reason: str | None = None
+        self.superseded = False
 
     def changed(self) -> None:
         """Something a renewal tells has changed: send one now, at most one per MIN_SPACING_S."""
@@ -86,15 +90,14 @@ class Registrar:
 
     async def flip(self, version: int, *, timeout_s: float) -> None:
         """Wait until the gateway has acknowledged a renewal that publishes `version`, which `compose` must
-        already say. Raises PublishError when it has not within `timeout_s`; the renewals go on saying it."""
+        already say. Raises PublishError when it has not within `timeout_s`, though the renewals go on saying
+        it, and SupersededError when a newer life leads."""
         self.changed()
         try:
             async with asyncio.timeout(timeout_s):
                 while self._acknowledged is None or self._acknowledged < version:
-                    if self.stop_reason is not None:
-                        raise PublishError(
-                            f"{self._model_id}: v{version} is not published: {self.stop_reason}"
-                        )
+                    if self.superseded:
+                        raise SupersededError(f"{self._model_id}@v{version}: {self.stop_reason}")
                     await self._changed.wait()
         except TimeoutError:
             raise PublishError(
@@ -135,29 +138,34 @@ class Registrar:
         return RenewalAnswer.model_validate_json(body)
 
     def _take(self, renewal: ModelRenewal, answer: RenewalAnswer) -> None:
-        self.last_answer = answer
         if answer.superseded or answer.epoch > self._epoch:
-            self.stop(f"superseded: the gateway knows epoch {answer.epoch}, this runtime is of {self._epoch}")
-        else:
-            self._acknowledged = renewal.published_version
-            self._want(answer.desired, "asked by the parent")
+            self.stop(
+                f"superseded: the gateway knows epoch {answer.epoch}, this runtime is of {self._epoch}",
+                superseded=True,
+            )
+            return
+        self.last_answer = answer
+        self._acknowledged = renewal.published_version
+        self._want(answer.desired, "asked by the parent")
         self._changed.notify()
         self._on_answer(renewal, answer)
 
     def _want(self, desired: DesiredState, why: str) -> None:
-        if self.stop_reason is not None:
-            return  # stop is sticky
-        self.desired = desired
         if desired == "stop":
             self.stop(why)
+        elif self.stop_reason is None and desired != self.desired:  # stop is sticky
+            self.desired = desired
+            self._on_orders()
 
-    def stop(self, reason: str) -> None:
-        """Note that this runtime is to stop; the first reason counts."""
+    def stop(self, reason: str, *, superseded: bool = False) -> None:
+        """Note that this runtime is to stop, and whether a newer life leads; the first reason counts."""
+        self.superseded = self.superseded or superseded
         if self.stop_reason is None:
             logger.info("%s: stopping: %s", self._model_id, reason)
             self.desired = "stop"
             self.stop_reason = reason
-            self._changed.notify()
+        self._changed.notify()
+        self._on_orders()
 
     async def wait_until_stopped(self) -> str:
         """Wait for, and return, the reason to stop."""
@@ -185,7 +193,9 @@ class Registrar:
             return
         epoch, desired = found
         if epoch > self._epoch:
-            self.stop(f"superseded: epoch {epoch} leads this run, this runtime is of {self._epoch}")
+            self.stop(
+                f"superseded: epoch {epoch} leads this run, this runtime is of {self._epoch}", superseded=True
+            )
         elif desired is not None and desired.epoch == self._epoch:
             self._want(desired.state, f"asked in the store: {desired.reason or desired.state}")
 

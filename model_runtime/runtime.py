@@ -109,6 +109,7 @@ class ModelAsyncRuntime:
             layout=self._layout,
             compose=self._renewal,
             on_answer=self._take_answer,
+            on_orders=self._take_orders,
         )
         self.parameter_synchronizer = ParameterSynchronizer(
             model=self.model,
@@ -168,7 +169,7 @@ class ModelAsyncRuntime:
 
     async def publish(self, version: int) -> PublishReport:
         """Put a committed version into service. Raises PublishError; the version before it keeps serving
-        and the call may be repeated."""
+        and the call may be repeated. Raises SupersededError when a newer life of the model leads."""
         self._syncing = True
         self._state_changed()
         try:
@@ -283,6 +284,9 @@ class ModelAsyncRuntime:
             self.version_tracker.acknowledge(announced)
             # Only such an answer counts every request that may still use an older version.
             self._unload_idle(answer.inflight_versions)
+        self._take_orders()
+
+    def _take_orders(self) -> None:
         self._tell_trainer()
         self._changed.notify()
 
@@ -371,7 +375,7 @@ class ModelAsyncRuntime:
         self._background.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, SupersededError):
-            self.registrar.stop(str(error))
+            self.registrar.stop(str(error), superseded=True)
         elif error is not None:
             self._fail(error)
         self._changed.notify()

@@ -93,12 +93,12 @@ class PublishReport:
         return {
             "version": self.version,
             "step": self.step,
-            **{f"{phase}_s": round(seconds, 6) for phase, seconds in self.timings_s.items()},
+            **_columns(self.timings_s),
             "replicas": list(self.replicas),
             "failed_replicas": dict(self.failed_replicas),
             "canary_max_diff": self.canary_max_diff,
             "num_bytes": self.num_bytes,
-            "published_at": time.time(),
+            "at": time.time(),
         }
 
 
@@ -143,6 +143,7 @@ class ParameterSynchronizer:
         self._documents: dict[int, VersionDocument] = {}
         self._inflight: Mapping[int, int] | None = None
         self._inflight_changed = Changed()
+        self._reported: int | None = None
         self._restoring: dict[str, asyncio.Task[None]] = {}
         self.base_served = model.kind == "frozen" and model.adapter_path is None
 
@@ -154,19 +155,25 @@ class ParameterSynchronizer:
         Raises PublishError (or StoreError, CorruptObjectError when the version can't be read); the version
         before it keeps serving and the call may be repeated.
         """
+        clock = _Clock()
         async with self._lock:
-            published = self._versions.published
-            if published is not None and version < published:
-                raise PublishError(
-                    f"{self._name(version)}: v{published} is published already; versions only rise"
-                )
-            clock = _Clock()
-            if version == published:
+            if version == self._reported:
                 return PublishReport(
                     version=version, step=0, timings_s=clock.done(), replicas=self._serving(version)
                 )
-            report = await self._publish(version, clock)
-        await self._note(report)
+            if self._versions.published is not None and version < self._versions.published:
+                raise PublishError(
+                    f"{self._name(version)}: v{self._versions.published} is published; versions only rise"
+                )
+            try:
+                report = await self._publish(version, clock)
+            except PublishError as error:
+                await self._note(
+                    {"version": version, "error": str(error), **_columns(clock.done()), "at": time.time()}
+                )
+                raise
+            self._reported = version
+        await self._note(report.as_row())
         return report
 
     async def restore(self, replica: Replica) -> None:
@@ -320,11 +327,11 @@ class ParameterSynchronizer:
         await self._flip(version)
         self._versions.acknowledge(version)
 
-    async def _note(self, report: PublishReport) -> None:
+    async def _note(self, row: Mapping[str, object]) -> None:
         try:
-            await asyncio.to_thread(self._record, report.as_row())
-        except StoreError as error:  # it is published all the same
-            logger.warning("%s: its row in the metrics is lost: %s", self._name(report.version), error)
+            await asyncio.to_thread(self._record, row)
+        except StoreError as error:  # what it tells of has happened all the same
+            logger.warning("%s: its row in the metrics is lost: %s", row["version"], error)
 
     # ------------------------------------------------------------------ versions that leave
 
@@ -473,3 +480,7 @@ class _Clock:
 
     def done(self) -> dict[str, float]:
         return {**self._laps, "total": time.monotonic() - self._began}
+
+
+def _columns(timings_s: Mapping[str, float]) -> dict[str, float]:
+    return {f"{phase}_s": round(seconds, 6) for phase, seconds in timings_s.items()}

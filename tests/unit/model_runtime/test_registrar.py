@@ -12,7 +12,7 @@ import pytest
 from model_runtime import registrar as module
 from model_runtime.config import GatewayConfig
 from model_runtime.coordinator import claim_epoch, write_desired
-from model_runtime.errors import ConfigError, PublishError
+from model_runtime.errors import ConfigError, PublishError, SupersededError
 from model_runtime.layout import RunLayout
 from model_runtime.processes import free_port
 from model_runtime.protocol import ADMIN_KEY_ENV, ModelRenewal, RenewalAnswer
@@ -30,6 +30,7 @@ class Model:
     def __init__(self) -> None:
         self.published: int | None = None
         self.answers: list[tuple[int | None, RenewalAnswer]] = []
+        self.orders: list[str] = []
 
     def compose(self, seq: int) -> ModelRenewal:
         return ModelRenewal(
@@ -69,6 +70,7 @@ async def running(url: str, store: Store, model: Model, **config: Any) -> AsyncI
         layout=LAYOUT,
         compose=model.compose,
         on_answer=model.hear,
+        on_orders=lambda: model.orders.append(registrar.desired),
     )
     task = asyncio.create_task(registrar.run())
     try:
@@ -106,6 +108,7 @@ def test_without_an_admin_key_nothing_starts(local_store: Store, monkeypatch: py
             layout=LAYOUT,
             compose=Model().compose,
             on_answer=Model().hear,
+            on_orders=lambda: None,
         )
 
 
@@ -161,9 +164,12 @@ async def test_the_last_answer_is_kept(gateway: FakeGateway, local_store: Store)
 
 async def test_drain_is_no_stop(gateway: FakeGateway, local_store: Store) -> None:
     gateway.answer = answering(desired="drain")
-    async with running(gateway.url, local_store, Model()) as registrar:
+    model = Model()
+    async with running(gateway.url, local_store, model) as registrar:
         await until(lambda: registrar.desired == "drain")
         assert registrar.stop_reason is None
+        await until(lambda: len(gateway.renewals) >= 3)
+    assert model.orders == ["drain"]
 
 
 async def test_stop_is_heard_and_never_taken_back(gateway: FakeGateway, local_store: Store) -> None:
@@ -176,6 +182,17 @@ async def test_stop_is_heard_and_never_taken_back(gateway: FakeGateway, local_st
         assert registrar.desired == "stop"
 
 
+async def test_a_run_that_is_to_stop_still_gets_its_last_version_acknowledged(
+    gateway: FakeGateway, local_store: Store
+) -> None:
+    model = Model()
+    gateway.answer = answering(desired="stop")
+    async with running(gateway.url, local_store, model) as registrar:
+        await asyncio.wait_for(registrar.wait_until_stopped(), 2)
+        model.published = 3
+        await registrar.flip(3, timeout_s=2)
+
+
 @pytest.mark.parametrize("answer", [{"superseded": True}, {"epoch": 2}])
 async def test_a_newer_life_stops_this_one_and_no_flip_succeeds(
     gateway: FakeGateway, local_store: Store, answer: dict[str, Any]
@@ -185,8 +202,9 @@ async def test_a_newer_life_stops_this_one_and_no_flip_succeeds(
     async with running(gateway.url, local_store, model) as registrar:
         reason = await asyncio.wait_for(registrar.wait_until_stopped(), 2)
         assert "superseded" in reason
+        assert model.answers == []
         model.published = 0
-        with pytest.raises(PublishError, match="superseded"):
+        with pytest.raises(SupersededError, match="superseded"):
             await registrar.flip(0, timeout_s=2)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from model_runtime import trainer_process
 from model_runtime.config import RunConfig, StoreConfig, parse_config
+from model_runtime.coordinator import claim_epoch, write_desired
 from model_runtime.documents import TokenizerDocument
 from model_runtime.errors import ConfigError, PublishError, RolloutServerError, TrainerError
 from model_runtime.layout import RunLayout
@@ -263,6 +264,16 @@ async def test_a_newer_life_of_the_model_stops_this_one(setup: Setup) -> None:
         answer_with(setup.gateway, superseded=True, epoch=2)
         assert await asyncio.wait_for(runtime.next_version(), 5) is None
         assert "superseded" in (runtime.stop_reason or "")
+
+
+async def test_while_the_gateway_is_silent_the_store_ends_the_run(setup: Setup) -> None:
+    async with setup.started() as runtime:
+        await runtime.publish(await runtime.next_version() or 0)
+        setup.gateway.refuse = 503
+        claim_epoch(setup.store, RunLayout("run"))
+        write_desired(setup.store, RunLayout("run"), epoch=1, state="stop", reason="the user said so")
+        assert await asyncio.wait_for(runtime.next_version(), 15) is None
+        assert runtime.stop_reason == "asked in the store: the user said so"
 
 
 async def test_a_superseded_trainer_stops_the_model_and_does_not_fail_it(setup: Setup) -> None:

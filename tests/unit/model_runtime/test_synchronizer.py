@@ -154,7 +154,7 @@ async def test_publishing_the_published_version_again_changes_nothing(bench: Ben
 async def test_versions_may_be_skipped_but_never_go_back(bench: Bench) -> None:
     bench.commit(1)
     await bench.publish(2)
-    with pytest.raises(PublishError, match="v2 is published already"):
+    with pytest.raises(PublishError, match="v2 is published; versions only rise"):
         await bench.synchronizer.publish(1)
 
 
@@ -329,6 +329,25 @@ async def test_a_flip_the_gateway_did_not_answer_is_repeated_without_loading_aga
     await bench.synchronizer.publish(1)
     assert bench.versions.published == 1
     assert bench.replicas[0].client.log == before
+
+
+async def test_a_failed_publish_leaves_a_row_too(bench: Bench) -> None:
+    bench.flip_error = PublishError("the gateway did not acknowledge")
+    with pytest.raises(PublishError):
+        await bench.publish(0)
+    (row,) = bench.rows
+    assert (row["version"], row["error"]) == (0, "the gateway did not acknowledge")
+
+
+async def test_a_version_acknowledged_after_its_publish_gave_up_is_reported_by_the_next(bench: Bench) -> None:
+    bench.flip_error = PublishError("the gateway did not acknowledge")
+    with pytest.raises(PublishError):
+        await bench.publish(0)
+    bench.versions.acknowledge(0)  # the answer to a later renewal
+    bench.flip_error = None
+    report = await bench.synchronizer.publish(0)
+    assert report.canary_max_diff == 0.0
+    assert ["error" in row for row in bench.rows] == [True, False]
 
 
 async def test_a_row_that_can_not_be_written_does_not_undo_the_publish(
