@@ -223,7 +223,10 @@ class Gateway:
             for model_id in self.bindings.newly_lost():
                 logger.warning("the lease of model %r ran out", model_id)
                 self.admission.lease_lost(model_id)
-            await self.sessions.sweep()
+            try:
+                await self.sessions.sweep()
+            except Exception:  # one settlement that can't be written must not end all deadlines
+                logger.exception("a settlement failed unexpectedly; the sweep goes on")
 
     async def _watch_epoch(self) -> None:
         while True:

@@ -125,14 +125,6 @@ class Chain:
         """What the server was given and gave, so far."""
         return self.prompt_ids.tolist() + self.response.ids.tolist()
 
-    @property
-    def version_min(self) -> int:
-        return min(turn.version_min for turn in self.turns)
-
-    @property
-    def version_max(self) -> int:
-        return max(turn.version_max for turn in self.turns)
-
 
 class AgentChains:
     """All chains of one agent in one session, in the order of their first turns."""
@@ -143,17 +135,16 @@ class AgentChains:
         self.chains: list[Chain] = []
         self.num_breaks = 0
         self._commits = 0
+        self._by_tip: dict[Digest, list[Chain]] = {}
+        self._versions: tuple[int, int] | None = None
 
     def longest_prefix(self, key: ConversationKey) -> Chain | None:
         """The free chain that holds most of this conversation's beginning; the newest among equals."""
-        fitting = [
-            chain
-            for chain in self.chains
-            if not chain.reserved
-            and chain.num_messages < len(key)
-            and key.digests[chain.num_messages - 1] == chain.tip
-        ]
-        return max(fitting, key=lambda chain: (chain.num_messages, chain.updated_at), default=None)
+        for digest in reversed(key.digests[:-1]):
+            free = [chain for chain in self._by_tip.get(digest, ()) if not chain.reserved]
+            if free:
+                return max(free, key=lambda chain: chain.updated_at)
+        return None
 
     def commit(
         self, chain: Chain, turn: SampledTurn, *, key: ConversationKey, answer: str, mark: TextMark
@@ -168,18 +159,27 @@ class AgentChains:
             chain.response.append_context(turn.context_ids)
         start = len(chain.response)
         chain.response.append_sampled(turn.token_ids, turn.logprobs, turn.version)
+        low, high = self._versions or (turn.version, turn.version)
+        self._versions = min(low, turn.version), max(high, turn.version)
         chain.turns.append(_turn(turn, index=len(chain.turns), start=start, end=len(chain.response)))
         self._commits += 1
         chain.updated_at = self._commits
         chain.num_messages = len(key) + 1
         chain.mark = mark
-        chain.tip = key.with_answer(answer)
+        self._move_tip(chain, key.with_answer(answer))
+
+    def _move_tip(self, chain: Chain, tip: Digest) -> None:
+        if chain.tip:
+            before = self._by_tip[chain.tip]
+            before.remove(chain)
+            if not before:
+                del self._by_tip[chain.tip]
+        chain.tip = tip
+        self._by_tip.setdefault(tip, []).append(chain)
 
     def version_range(self) -> tuple[int, int] | None:
         """(oldest, newest) version that sampled for this agent."""
-        if not self.chains:
-            return None
-        return min(c.version_min for c in self.chains), max(c.version_max for c in self.chains)
+        return self._versions
 
 
 def _turn(turn: SampledTurn, *, index: int, start: int, end: int) -> Turn:
@@ -257,8 +257,8 @@ def _trajectory(
         chain_index=chain.index,
         parent_trajectory_id=None,
         request_id=turns[-1].request_id,
-        policy_version=chain.version_min,
-        policy_version_max=chain.version_max,
+        policy_version=min(turn.version_min for turn in turns),
+        policy_version_max=max(turn.version_max for turn in turns),
         partner_versions=partners,
         prompt_ids=np.array(chain.prompt_ids, dtype=np.int32),
         response_ids=np.array(chain.response.ids, dtype=np.int32),

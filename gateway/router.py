@@ -111,7 +111,9 @@ class MultiModelGatewayRouter:
         self._clock = clock
 
     def check(self, session: Session, call: ChatCall) -> None:
-        """Refuse at once what waiting would not mend. Raises UnknownAgentError, InvalidRequestError."""
+        """Refuse at once what waiting would not mend. Raises ConflictError, UnknownAgentError,
+        InvalidRequestError."""
+        session.require_active()
         self._routes.model_of(call.agent_id)
         self._settings(session, call)
 

@@ -73,9 +73,10 @@ def reference_ids(template: str, messages: list[dict[str, Any]]) -> list[int]:
     reference = PreTrainedTokenizerFast(
         tokenizer_object=make_tokenizer(), eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
-    return reference.apply_chat_template(
+    ids: Any = reference.apply_chat_template(
         messages, chat_template=template, tokenize=True, add_generation_prompt=True, return_dict=False
     )
+    return ids
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -143,6 +143,33 @@ def test_two_agents_of_one_model_have_chains_of_their_own(harness: GatewayHarnes
     assert sorted(row.agent_id for row in harness.rows("solve")) == ["answerer", "searcher"]
 
 
+def test_a_template_that_drops_earlier_thoughts_starts_a_new_chain_and_is_counted(
+    local_store: Store,
+) -> None:
+    forgetting = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    with live_gateway(local_store) as harness:
+        harness.start_afresh()
+        uri = "run/models/plan/tokenizer/forgetting.json"
+        local_store.put(uri, make_tokenizer_document(chat_template=forgetting).to_bytes())
+        harness.renew("plan", tokenizer_uri=uri)
+        harness.wait_for_tokenizer("plan", uri)
+        harness.server.answers = ["<think>why</think>because", "so"]
+        session = harness.open_session()
+        thoughtful = session.chat("x").json()["choices"][0]["message"]["content"]
+        session.chat([user("x"), assistant(thoughtful), user("y")])
+        assert session.finalize(1.0)["num_rows"] == {"plan": 2}
+        first, second = harness.rows("plan")
+        assert (len(first.turns), len(second.turns)) == (1, 1)
+        assert second.prompt_ids.tolist() == harness.server.requests[1]["token_ids"]
+        assert "why" not in harness.server.tokenizer.decode(second.prompt_ids.tolist())
+        text = harness.http.get("/metrics").text
+        assert 'repertory_gateway_chain_breaks_total{model="plan"} 1.0' in text
+
+
 def test_calls_of_one_session_run_at_the_same_time(harness: GatewayHarness) -> None:
     harness.server.delay_s = 0.3
     session = harness.open_session()
