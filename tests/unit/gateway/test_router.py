@@ -148,7 +148,8 @@ def test_a_template_that_drops_earlier_thoughts_starts_a_new_chain_and_is_counte
 ) -> None:
     forgetting = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-        "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"
+        "{{ '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     with live_gateway(local_store) as harness:
