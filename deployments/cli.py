@@ -64,6 +64,7 @@ def up(
     for warning in settings.warnings():
         console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
     _require_machine(settings)
+    _require_run(settings, name, resume=resume is not None, given=run_id is not None)
     again = f"repertory up {path or ''}".rstrip() + f" --resume {name}"
     _follow_run(console, settings, path, name, again, json=json, ui=ui, keep_ui=keep_ui)
 
@@ -76,6 +77,20 @@ def _require_machine(settings: RunConfig) -> None:
     if lacking:
         lines = (f"  {c.name}: {c.detail}" + (f"\n    → {c.fix}" if c.fix else "") for c in lacking)
         raise ConfigError("this machine can't run it:\n" + "\n".join(lines))
+
+
+def _require_run(settings: RunConfig, name: str, *, resume: bool, given: bool) -> None:
+    """Raise ConfigError for a new run under a name that is taken, and for an old one that isn't there or
+    can't go on under this config."""
+    from model_runtime.coordinator import refuse_unsafe_resume
+    from model_runtime.layout import RunLayout
+    from model_runtime.store import open_store
+
+    before = refuse_unsafe_resume(open_store(settings.store), RunLayout(name), settings)
+    if resume and before is None:
+        raise ConfigError(f"--resume: no run {name!r} in {settings.store.url}")
+    if given and before is not None:
+        raise ConfigError(f"--run-id: {name!r} exists in {settings.store.url}; go on with it by --resume")
 
 
 def _what_to_run(

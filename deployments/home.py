@@ -3,13 +3,12 @@ which Prefect they are on. Nothing here is needed to resume a run; it saves typi
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -17,7 +16,7 @@ from pydantic import BaseModel
 from model_runtime.config import RunConfig
 from model_runtime.errors import ConfigError
 from model_runtime.protocol import ADMIN_KEY_ENV
-from model_runtime.workspace import home
+from model_runtime.workspace import exclusive, home
 
 
 class RunRecord(BaseModel):
@@ -53,25 +52,13 @@ def admin_key() -> str:
     return path.read_text().strip()
 
 
-@contextmanager
-def exclusive_home() -> Iterator[None]:
-    """One launcher per home at a time. The lock is the kernel's: it goes when its process goes, however."""
-    path = home() / "up.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ConfigError(
-                f"{home()} is in use: `repertory up` runs as process {file.read().strip() or 'unknown'}. "
-                "Stop it, or set REPERTORY_HOME to another folder to run beside it"
-            ) from None
-        file.seek(0)
-        file.truncate()
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
+def exclusive_home() -> AbstractContextManager[None]:
+    """One launcher per home at a time."""
+    return exclusive(
+        "up",
+        refusal=f"{home()} is in use by another `repertory up`: stop it, or set REPERTORY_HOME to another "
+        "folder to run beside it",
+    )
 
 
 def remember_run(record: RunRecord) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from deployments.home import (
     RunRecord,
@@ -33,7 +34,7 @@ from model_runtime.errors import ProcessError
 from model_runtime.processes import ChildProcess, free_port
 from model_runtime.protocol import ADMIN_KEY_ENV
 from model_runtime.store import open_store
-from model_runtime.workspace import HOME_ENV, home
+from model_runtime.workspace import HOME_ENV, ONE_RUN_ENV, home
 
 PREFECT = (sys.executable, "-m", "prefect")
 PREFERRED_PORT = 4200
@@ -81,7 +82,8 @@ class LocalStack:
         for what, child in (("Prefect server", self.server), ("runner", self.runner)):
             if child is not None and child.returncode is not None:
                 raise ProcessError(
-                    f"the {what} died (exit code {child.returncode}, log {child.log_path}):\n{child.log_tail()}"
+                    f"the {what} died (exit code {child.returncode}, "
+                    f"log {child.log_path}):\n{child.log_tail()}"
                 )
 
     async def _start_server(self) -> None:
@@ -129,6 +131,7 @@ def prefect_env(api_url: str, *, ui: bool) -> dict[str, str]:
     # Reports to Prefect's makers are off; polls are short because one machine bears them.
     ours = {
         HOME_ENV: str(home()),
+        ONE_RUN_ENV: "1",
         "PREFECT_HOME": str(home() / "prefect"),
         "PREFECT_API_URL": api_url,
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -156,18 +159,17 @@ def serve_deployments(config: RunConfig, launch: str) -> None:
     from flows.rollout import rollout
 
     # By module: every flow process imports the installed package, whatever folder it runs in.
-    common = {"version": launch, "entrypoint_type": EntrypointType.MODULE_PATH}
+    common: dict[str, Any] = {"version": launch, "entrypoint_type": EntrypointType.MODULE_PATH}
     names = [*(m.model_id for m in config.models), "default"]
-    models = [
+    registered: list[Any] = [  # to_deployment is typed as if it might be awaited
         model_runtime.to_deployment(name, tags=[] if name == "default" else [f"model:{name}"], **common)
         for name in names
     ]
-    work = rollout.to_deployment("default", **common)
+    registered.append(rollout.to_deployment("default", **common))
     # The form of the UI starts from this config; the parent comes last, so its version says all are there.
-    parent = multi_model_training.to_deployment(
-        config.name, parameters={"run_id": "", "config": config.model_dump(mode="json")}, **common
-    )
-    serve(*models, work, parent, limit=2 * (len(config.models) + 4), pause_on_shutdown=False)
+    parameters = {"run_id": "", "config": config.model_dump(mode="json")}
+    registered.append(multi_model_training.to_deployment(config.name, parameters=parameters, **common))
+    serve(*registered, limit=2 * (len(config.models) + 4), pause_on_shutdown=False)
 
 
 # -------------------------------------------------------------------------------------------- one run

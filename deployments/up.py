@@ -131,9 +131,8 @@ async def follow(launch: Launch, view: View) -> str | None:
                 return None if state.is_completed() else f"{state.name}: {state.message or 'no message'}"
             gateway = await _gateway_of(launch, gateway)
             status = await gateway.status() if gateway else None
-            view.show(
-                status, f"run {launch.run_id}: {state.name.lower() if state else 'waiting for Prefect'}"
-            )
+            phase = (state.name or "unknown").lower() if state else "waiting for Prefect"
+            view.show(status, f"run {launch.run_id}: {phase}")
             await asyncio.sleep(POLL_S)
     finally:
         if gateway is not None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,7 @@ from model_runtime.coordinator import (
     CheckpointCoordinator,
     begin_run,
     claim_epoch,
+    refuse_unsafe_resume,
     require_leading,
     update_run,
     write_desired,
@@ -28,11 +31,18 @@ from model_runtime.layout import RunLayout
 from model_runtime.protocol import ModelStatus
 from model_runtime.store import Store, open_store
 from model_runtime.summary import RunSummary
-from model_runtime.workspace import Workspace
+from model_runtime.workspace import ONE_RUN_ENV, Workspace, exclusive
 from tasks.checkpoint import take_snapshot
 from tasks.children import Child, look, restart_if_lost, start_child
 from tasks.gateway import GatewayProcess, keep_gateway
-from tasks.lifecycle import Stopped, cancel_children, cancel_children_of, cancel_older_runs, run_watched
+from tasks.lifecycle import (
+    Stopped,
+    cancel_children,
+    cancel_children_of,
+    cancel_older_runs,
+    run_watched,
+    tag_self,
+)
 from tasks.summary import write_summary
 
 log = logging.getLogger(__name__)
@@ -45,6 +55,8 @@ DRAIN_LIMIT_S = 900.0
 EVALUATION_LIMIT_S = 1800.0
 STOP_LIMIT_S = 60.0
 """Longest wait for the models to end by themselves after `stop`; then they are cancelled."""
+PLACE_WAIT_S = 3.0
+ONE_RUN_REFUSAL = "another training run has this machine: wait for its end, or stop it"
 CLEANUP_LIMIT_S = 12.0
 """The runner kills a cancelled flow 30 s after it asked; children and gateway must be down before."""
 
@@ -108,8 +120,9 @@ async def multi_model_training(run_id: str = "", *, config: RunConfig) -> Any:
 
 async def lead(config: RunConfig, run_id: str) -> RunSummary:
     """The run from top to bottom. Raises RunFailedError at the end if a model or the work failed."""
-    run = await take_over(config, run_id)
     started_at, state = time.time(), "failed"
+    place = ExitStack()
+    run = await take_over(config, run_id, place)
     try:
         await start_children(run)
         await follow(run)
@@ -125,6 +138,7 @@ async def lead(config: RunConfig, run_id: str) -> RunSummary:
         raise
     finally:
         await shut_down(run, state)
+        place.close()
     await take_snapshot(run.coordinator)
     summary = await write_summary(
         run.store, run.layout, config, started_at=started_at, failures=dict(run.failures)
@@ -138,17 +152,24 @@ async def lead(config: RunConfig, run_id: str) -> RunSummary:
 # ------------------------------------------------------------------------------------------------ begin
 
 
-async def take_over(config: RunConfig, run_id: str) -> Run:
-    """Check the store, lead the run, end who led it before, write run.json, start the gateway."""
+async def take_over(config: RunConfig, run_id: str, place: ExitStack) -> Run:
+    """Check store and config, lead the run, end who led it before, write run.json, start the gateway.
+
+    `place` gets this machine's place for a training run, where there is only one.
+    """
     for warning in config.warnings():
         log.warning("%s", warning)
     store, layout = open_store(config.store), RunLayout(run_id)
     await asyncio.to_thread(store.check)
+    await asyncio.to_thread(refuse_unsafe_resume, store, layout, config)
     own_id = this_run.id
     claim = await asyncio.to_thread(claim_epoch, store, layout, flow_run_id=own_id, host=socket.gethostname())
+    await tag_self(f"run:{run_id}")
     older = await cancel_older_runs(run_id, own_id=own_id)
     if older:
         log.warning("ended older flow runs of %s: %s", run_id, ", ".join(older))
+    if os.environ.get(ONE_RUN_ENV):
+        place.enter_context(exclusive("training", refusal=ONE_RUN_REFUSAL, wait_s=PLACE_WAIT_S))
     await asyncio.to_thread(begin_run, store, layout, config, epoch=claim.epoch)
     await asyncio.to_thread(write_desired, store, layout, epoch=claim.epoch, state="run", reason="launched")
     gateway = GatewayProcess(config, run_id=run_id, epoch=claim.epoch, workspace=Workspace(run_id))

@@ -121,9 +121,7 @@ def read_run(store: Store, layout: RunLayout) -> RunDocument | None:
 
 def begin_run(store: Store, layout: RunLayout, config: RunConfig, *, epoch: int) -> RunDocument:
     """Write run.json for this epoch. Raises ConfigError when the run can't go on under this config."""
-    before = read_run(store, layout)
-    if before is not None:
-        refuse_unsafe_resume(layout.run_id, before.config, config)
+    before = refuse_unsafe_resume(store, layout, config)
     now = time.time()
     document = RunDocument(
         run_id=layout.run_id,
@@ -149,9 +147,19 @@ def update_run(store: Store, layout: RunLayout, *, epoch: int, **changes: Any) -
     return document
 
 
-def refuse_unsafe_resume(run_id: str, before: dict[str, Any], config: RunConfig) -> None:
+def refuse_unsafe_resume(store: Store, layout: RunLayout, config: RunConfig) -> RunDocument | None:
     """Raise ConfigError naming the first setting that the run's log, versions or checkpoints depend on and
-    that differs now. Anything else (learning rate, timeouts, replicas…) may change from life to life."""
+    that differs now; anything else (learning rate, timeouts, replicas…) may change from life to life.
+
+    Returns the run's document as it is, None for a new run.
+    """
+    document = read_run(store, layout)
+    if document is not None:
+        _compare(layout.run_id, document.config, config)
+    return document
+
+
+def _compare(run_id: str, before: dict[str, Any], config: RunConfig) -> None:
     advice = f"restore it, or start a new run instead of resuming {run_id!r}"
     old_models = {m["model_id"]: m for m in before["multi_model"]["models"]}
     new_models = {m.model_id: m for m in config.models}

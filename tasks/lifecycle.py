@@ -68,16 +68,18 @@ class Finished(Generic[T]):
 
 async def run_watched(work: Coroutine[Any, Any, T]) -> Finished[T] | Stopped:
     """Run `work` until it ends or this flow run should stop; then cancel it and wait for its cleanup."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(stop_asked())
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(stop_asked())
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return Finished(working.result())
         return Stopped(watching.result())
-    finally:  # also when the runner's SIGTERM cancels us here
+    finally:
         for task in (watching, working):
-            task.cancel()
+            # The runner's SIGTERM has cancelled every task already; once more would break off its cleanup.
+            if not task.cancelling():
+                task.cancel()
         await asyncio.gather(watching, working, return_exceptions=True)
 
 
@@ -180,6 +182,14 @@ def cancel_children(parent_id: UUID | str, *, reason: str) -> int:
             if state is not None:
                 asked += _set_state(client, run.id, state)
         return asked
+
+
+async def tag_self(tag: str) -> None:
+    """Give this flow run a tag it may lack: the launcher gives it, a start from the UI does not."""
+    own_id = this_run.id
+    if own_id is not None and tag not in this_run.tags:
+        async with get_client() as client:
+            await client.update_flow_run(UUID(own_id), tags=[*this_run.tags, tag])
 
 
 async def cancel_older_runs(run_id: str, *, own_id: str | None, limit_s: float = 60.0) -> list[str]:

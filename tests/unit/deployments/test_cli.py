@@ -12,6 +12,7 @@ from deployments import cli
 from deployments.home import RunRecord, remember_run
 from model_runtime.config import RunConfig, load_config
 from model_runtime.coordinator import begin_run, update_run
+from model_runtime.errors import ConfigError
 from model_runtime.layout import RunLayout
 from model_runtime.store import open_store
 
@@ -166,3 +167,13 @@ def test_a_new_run_gets_a_name_of_its_own(config_file: Path) -> None:
     first, second = (cli._what_to_run(config_file, None, None)[2] for _ in range(2))
     assert first != second
     assert first.startswith("default-")
+
+
+def test_a_name_that_is_taken_and_one_that_is_not_there_are_told_apart(config_file: Path) -> None:
+    config = known_run(config_file)
+    with pytest.raises(ConfigError, match="--resume: no run 'run-1' in"):
+        cli._require_run(config, "run-1", resume=True, given=False)
+    begin_run(open_store(config.store), RunLayout("run-1"), config, epoch=1)
+    cli._require_run(config, "run-1", resume=True, given=False)
+    with pytest.raises(ConfigError, match="--run-id: 'run-1' exists"):
+        cli._require_run(config, "run-1", resume=False, given=True)

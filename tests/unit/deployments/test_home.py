@@ -40,7 +40,7 @@ def test_a_second_launcher_is_told_who_holds_the_home() -> None:
     with exclusive_home():
         second = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert second.returncode != 0
-    assert f"runs as process {os.getpid()}" in second.stderr
+    assert f"held by process {os.getpid()}" in second.stderr
     with exclusive_home():
         pass
 

@@ -72,6 +72,28 @@ async def test_cancelling_the_flow_cleans_up_before_it_ends(monkeypatch: pytest.
     assert cleaned == [True]
 
 
+async def test_a_signal_that_cancels_every_task_at_once_lets_the_cleanup_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lifecycle, "stop_asked", _stays)
+    cleaned: list[bool] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.05)
+            cleaned.append(True)
+
+    flow = asyncio.create_task(run_watched(work()))
+    await asyncio.sleep(0.01)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await flow
+    assert cleaned == [True]
+
+
 async def test_a_dead_runner_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     pids = iter([100, 100, 1])
     monkeypatch.setattr(lifecycle.os, "getppid", lambda: next(pids))
