@@ -86,7 +86,7 @@ make_environment() {
     "$python" -m venv --clear "$folder" || fail "can't make $folder; on Debian and Ubuntu: apt install python3-venv"
   fi
   if ! "$install" >"$folder/install.log" 2>&1; then
-    grep -v '^$' "$folder/install.log" | tail -n 25 >&2
+    grep -v -e '^$' -e '^WARNING: ' "$folder/install.log" | tail -n 25 >&2
     fail "$folder could not be made; the whole output is in $folder/install.log"
   fi
   echo "$stamp" >"$folder/stamp"
