@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -185,7 +184,3 @@ async def until(condition: Callable[[], object], *, timeout_s: float = 15.0) -> 
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-
-
-def is_close(one: float, other: float) -> bool:
-    return math.isclose(one, other, abs_tol=1e-9)
