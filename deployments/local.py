@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from deployments.home import (
     RunRecord,
     StackRecord,
@@ -87,16 +89,36 @@ class LocalStack:
                 )
 
     async def _start_server(self) -> None:
-        port = PREFERRED_PORT if _is_free(PREFERRED_PORT) else free_port()
-        self.api = PrefectApi(f"http://127.0.0.1:{port}/api")
-        self.server = await ChildProcess.start(
-            [*PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(port)],
-            log_path=_logs() / "prefect-server.log",
-            env=prefect_env(self.api.api_url, ui=self.ui),
-        )
-        self.say("Prefect server: starting")
-        await self._until(self.api.healthy, SERVER_LIMIT_S, f"the Prefect server on port {port}")
-        self.say(f"Prefect server: ready at {self.api.ui_url}")
+        """On the usual port if it is free; another process may still take a port before our server does."""
+        ports = [PREFERRED_PORT] if _is_free(PREFERRED_PORT) else []
+        for port in [*ports, free_port(), free_port()]:
+            self.api = PrefectApi(f"http://127.0.0.1:{port}/api")
+            self.say("Prefect server: starting")
+            self.server = await ChildProcess.start(
+                [*PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+                log_path=_logs() / "prefect-server.log",
+                env=prefect_env(self.api.api_url, ui=self.ui),
+            )
+            if await self._server_listens(self.server, port):
+                self.say(f"Prefect server: ready at {self.api.ui_url}")
+                return
+            await self.server.stop()
+        self.check_alive()
+
+    async def _server_listens(self, server: ChildProcess, port: int) -> bool:
+        """Wait until it is this server that answers; False when another process has its port."""
+        until = time.monotonic() + SERVER_LIMIT_S
+        while not (await self.api.healthy() and _listens(server.pid, port)):
+            if server.returncode is not None and "address already in use" in server.log_tail(60):
+                return False
+            self.check_alive()
+            if time.monotonic() > until:
+                raise ProcessError(
+                    f"the Prefect server did not answer on port {port} within {SERVER_LIMIT_S:.0f} s; "
+                    f"its log is {server.log_path}"
+                )
+            await asyncio.sleep(0.3)
+        return True
 
     async def _start_runner(self) -> None:
         launch = uuid.uuid4().hex[:12]
@@ -110,20 +132,16 @@ class LocalStack:
             grace_s=20,
         )
         self.say("deployments: registering")
-
-        async def served() -> bool:
-            return await self.api.served(f"{PARENT_FLOW}/{self.config.name}", launch)
-
-        await self._until(served, RUNNER_LIMIT_S, "the runner")
-        self.say(f"deployments: served, {len(self.config.models)} models")
-
-    async def _until(self, ready: Callable[[], object], limit_s: float, what: str) -> None:
-        until = time.monotonic() + limit_s
-        while not await ready():  # type: ignore[misc]
+        until = time.monotonic() + RUNNER_LIMIT_S
+        while not await self.api.served(f"{PARENT_FLOW}/{self.config.name}", launch):
             self.check_alive()
             if time.monotonic() > until:
-                raise ProcessError(f"{what} was not ready within {limit_s:.0f} s; its log is in {_logs()}")
+                raise ProcessError(
+                    f"the runner did not register its deployments within {RUNNER_LIMIT_S:.0f} s; "
+                    f"its log is {self.runner.log_path}"
+                )
             await asyncio.sleep(0.3)
+        self.say(f"deployments: served, {len(self.config.models)} models")
 
 
 def prefect_env(api_url: str, *, ui: bool) -> dict[str, str]:
@@ -236,6 +254,17 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Does this process, or one it started, listen on the port?"""
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+        sockets = [s for member in family for s in member.net_connections(kind="tcp")]
+    except psutil.Error:
+        return False
+    return any(s.status == psutil.CONN_LISTEN and s.laddr.port == port for s in sockets)
 
 
 def _logs() -> Path:
