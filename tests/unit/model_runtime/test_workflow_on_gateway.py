@@ -1,0 +1,142 @@
+"""The rollout driver on the real gateway: what it does to the models' logs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model_runtime.config import RunConfig, StoreConfig, WorkflowConfig
+from model_runtime.layout import RunLayout
+from model_runtime.protocol import ADMIN_KEY_ENV
+from model_runtime.store import open_store
+from model_runtime.trajectory_log import decode_shard
+from model_runtime.types import Settlement, Trajectory
+from model_runtime.workflow import DriverReport, RolloutDriver, WorkflowSession
+from tests.gateway_harness import ADMIN_KEY, RUN_ID, GatewayHarness, live_gateway, make_config
+
+GROUP_SIZE = 3
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.setenv(ADMIN_KEY_ENV, ADMIN_KEY)
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps({"n": n}) + "\n" for n in range(2)))
+    workflow = WorkflowConfig(tasks=str(tasks), held_out_tasks=str(tasks), group_size=GROUP_SIZE)
+    return make_config(max_restarts=0).model_copy(update={"workflow": workflow})
+
+
+@pytest.fixture
+def harness(tmp_path: Path, config: RunConfig) -> Iterator[GatewayHarness]:
+    with live_gateway(open_store(StoreConfig(url=str(tmp_path / "store"))), config=config) as live:
+        live.make_ready()
+        yield live
+
+
+def drive(harness: GatewayHarness, config: RunConfig, workflow: Any, mode: Any = "train") -> DriverReport:
+    driver = RolloutDriver(
+        config, run_id=RUN_ID, gateway_url=harness.url, store=harness.store, mode=mode, workflow=workflow
+    )
+    return asyncio.run(driver.run())
+
+
+def log_of(harness: GatewayHarness, model_id: str) -> tuple[list[Settlement], list[Trajectory]]:
+    layout = RunLayout(RUN_ID).model(model_id)
+    shards = [decode_shard(harness.store.get(k), source=k) for k in harness.store.list(layout.log_writers())]
+    return [s for x in shards for s in x.settlements], [t for x in shards for t in x.trajectories]
+
+
+async def two_turns(task: dict[str, Any], session: WorkflowSession) -> float:
+    messages = [{"role": "user", "content": str(task["n"])}]
+    reply = await session.chat("searcher", messages, max_tokens=8)
+    await session.reward(0.5, request_id=reply.request_id, component="style")
+    messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": "and?"}]
+    await session.chat("searcher", messages, max_tokens=8)
+    await session.reward(1.0, agent_id="searcher", component="success")
+    return 0.25
+
+
+def test_rows_rewards_and_settlements_of_every_execution_are_in_the_logs(
+    harness: GatewayHarness, config: RunConfig
+) -> None:
+    report = drive(harness, config, two_turns)
+
+    assert report.executions == {"finalized": 2 * GROUP_SIZE}
+    settlements, rows = log_of(harness, "solve")
+    assert Counter(s.member.group_id for s in settlements) == Counter(r.member.group_id for r in rows)
+    assert len(rows) == 2 * GROUP_SIZE
+    for row in rows:
+        assert len(row.turns) == 2  # one trajectory, extended in place
+        assert row.workflow_rewards == {"reward": 0.25}
+        assert row.agent_rewards == {"success": 1.0}
+        assert row.turns[0].rewards == {"style": 0.5}
+        assert row.train
+    without_rows, none = log_of(harness, "plan")
+    assert len(without_rows) == 2 * GROUP_SIZE
+    assert none == []
+
+
+def test_a_driver_started_again_finds_everything_settled(harness: GatewayHarness, config: RunConfig) -> None:
+    drive(harness, config, two_turns)
+    again = drive(harness, config, two_turns)
+    assert (again.groups_done_before, again.groups_opened, again.executions) == (2, 0, {})
+
+
+def test_a_driver_that_was_stopped_is_continued_by_the_next(
+    harness: GatewayHarness, config: RunConfig
+) -> None:
+    async def stop_midway() -> None:
+        stuck = asyncio.Event()
+
+        async def work(task: dict[str, Any], session: WorkflowSession) -> float:
+            if session.member.member_index == 1:
+                stuck.set()
+                await asyncio.sleep(60)
+            return await two_turns(task, session)
+
+        driver = RolloutDriver(
+            config, run_id=RUN_ID, gateway_url=harness.url, store=harness.store, workflow=work
+        )
+        running = asyncio.ensure_future(driver.run())
+        await stuck.wait()
+        await asyncio.sleep(0.5)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(stop_midway())
+    report = drive(harness, config, two_turns)
+
+    assert report.executions == {"finalized": 2}
+    settlements, rows = log_of(harness, "solve")
+    final = Counter((s.member.group_id, s.member.member_index) for s in settlements if s.is_final)
+    assert len(final) == 2 * GROUP_SIZE
+    assert set(final.values()) == {1}
+    assert len(rows) == 2 * GROUP_SIZE
+    assert {s.member.attempt for s in settlements if s.member.member_index == 1 and s.is_final} == {1}
+
+
+def test_a_failing_server_costs_an_attempt_and_no_low_reward(
+    harness: GatewayHarness, config: RunConfig
+) -> None:
+    one_try = config.gateway.model_copy(update={"request_timeout_s": 1.0})
+    harness.server.fail_next = [500] * 40
+    report = drive(harness, config.model_copy(update={"gateway": one_try}), two_turns)
+
+    settlements, rows = log_of(harness, "solve")
+    assert report.executions == Counter(s.status for s in settlements)
+    assert set(report.executions) <= {"finalized", "infra", "retried"}
+    assert report.executions.get("retried", 0) > 0
+    assert len(rows) == report.executions.get("finalized", 0)
+
+
+def test_evaluation_leaves_the_training_logs_alone(harness: GatewayHarness, config: RunConfig) -> None:
+    report = drive(harness, config, two_turns, mode="eval")
+    assert report.executions == {"finalized": 2}
+    assert log_of(harness, "solve") == ([], [])
+    assert all(r["sampling_params"]["temperature"] == 0.0 for r in harness.server.requests)
