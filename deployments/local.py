@@ -32,7 +32,7 @@ from deployments.home import (
 )
 from deployments.prefect_client import PARENT_FLOW, PrefectApi, require_api
 from model_runtime.config import RunConfig, load_config
-from model_runtime.errors import ProcessError
+from model_runtime.errors import PrefectError, ProcessError
 from model_runtime.processes import ChildProcess, free_port
 from model_runtime.protocol import ADMIN_KEY_ENV
 from model_runtime.store import open_store
@@ -234,7 +234,11 @@ class Launch:
         """Ask the run to stop and wait until its flow runs are final; names of those that are not."""
         if self.flow_run_id is None:
             return []
-        await self.stack.api.cancel(self.run_id)
+        try:
+            await self.stack.api.cancel(self.run_id)
+        except PrefectError as error:
+            self.say(f"{error}; ending the processes")
+            return []
         left = await self.stack.api.wait_until_none_active(self.run_id, limit_s=STOP_LIMIT_S)
         return [run.name for run in left]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from uuid import UUID
 
 import httpx
@@ -22,7 +24,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Cancelling, Crashed
 
 from model_runtime.config import RunConfig
-from model_runtime.errors import ConfigError
+from model_runtime.errors import ConfigError, PrefectError
 
 PARENT_FLOW = "multi-model-training"
 FLOWS = [PARENT_FLOW, "model-runtime", "rollout"]
@@ -60,6 +62,10 @@ class PrefectApi:
 
     async def launch(self, config: RunConfig, run_id: str) -> FlowRun:
         """Create the parent's flow run."""
+        with _translated("the run could not be created"):
+            return await self._launch(config, run_id)
+
+    async def _launch(self, config: RunConfig, run_id: str) -> FlowRun:
         async with self._client() as client:
             deployment = await client.read_deployment_by_name(f"{PARENT_FLOW}/{config.name}")
             return await client.create_flow_run_from_deployment(
@@ -85,12 +91,16 @@ class PrefectApi:
         runs = await self.active_runs(run_id)
         parents = [run for run in runs if run.parent_task_run_id is None]
         asked = parents or runs
+        with _translated("the run could not be cancelled"):
+            await self._cancel(asked)
+        return len(asked)
+
+    async def _cancel(self, runs: list[FlowRun]) -> None:
         async with self._client() as client:
-            for run in asked:
+            for run in runs:
                 early = run.state is not None and run.state.type in (StateType.SCHEDULED, StateType.PAUSED)
                 wanted = Cancelled if early else Cancelling
                 await client.set_flow_run_state(run.id, wanted(message="stopped by the user"))
-        return len(asked)
 
     async def wait_until_none_active(self, run_id: str, *, limit_s: float) -> list[FlowRun]:
         """Wait until every flow run of this run is final; those that are not after `limit_s`."""
@@ -98,7 +108,7 @@ class PrefectApi:
         while True:
             try:
                 left = await self.active_runs(run_id)
-            except (httpx.HTTPError, TimeoutError):
+            except PrefectError:
                 left = None
             if left == [] or time.monotonic() > until:
                 return left or []
@@ -114,6 +124,10 @@ class PrefectApi:
         return [run.name for run in dead]
 
     async def _active(self, tags: FlowRunFilterTags | None) -> list[FlowRun]:
+        with _translated("its flow runs could not be read"):
+            return await self._read_active(tags)
+
+    async def _read_active(self, tags: FlowRunFilterTags | None) -> list[FlowRun]:
         async with self._client() as client:
             runs = client.read_flow_runs(
                 flow_filter=FlowFilter(name=FlowFilterName(any_=FLOWS)),
@@ -125,6 +139,17 @@ class PrefectApi:
 
     def _client(self) -> PrefectClient:
         return PrefectClient(api=self.api_url)
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """A client's error as one of ours, with the server's own words."""
+    try:
+        yield
+    except httpx.HTTPStatusError as error:
+        raise PrefectError(f"Prefect: {what}: {error.response.status_code} {error.response.text}") from error
+    except (httpx.HTTPError, TimeoutError) as error:
+        raise PrefectError(f"Prefect: {what}: {type(error).__name__} {error}") from error
 
 
 async def require_api(api: PrefectApi) -> None:

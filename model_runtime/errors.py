@@ -11,6 +11,7 @@ RepertoryError
 ├── CorruptObjectError (ValueError)       bytes in the store do not match their checksum or schema
 ├── InvalidTrajectoryError (ValueError)   a record breaks an invariant of `types.Trajectory`
 ├── SupersededError                       a newer epoch leads this run; this process must stop
+├── PrefectError (ConnectionError)        Prefect did not answer, or refused what it was asked
 ├── RunFailedError (RuntimeError)         a run ended, but a model or its work failed; names each reason
 ├── ProcessError (RuntimeError)           a child process failed; carries the end of its log
 │   ├── RolloutServerError
@@ -76,6 +77,10 @@ class InvalidTrajectoryError(RepertoryError, ValueError):
 
 class SupersededError(RepertoryError):
     """A newer epoch leads this run. Whoever sees this stops without writing anything more."""
+
+
+class PrefectError(RepertoryError, ConnectionError):
+    """The Prefect server did not answer within its limits, or refused what it was asked."""
 
 
 class RunFailedError(RepertoryError, RuntimeError):
