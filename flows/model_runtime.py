@@ -14,7 +14,7 @@ from model_runtime.layout import RunLayout
 from model_runtime.runtime import ModelAsyncRuntime
 from model_runtime.store import open_store
 from tasks.checkpoint import record_checkpoint
-from tasks.lifecycle import Stopped, run_watched
+from tasks.lifecycle import Stopped, run_watched, to_the_end
 from tasks.metrics import ModelReporter
 from tasks.publish import publish
 from tasks.reporting import announce
@@ -72,7 +72,7 @@ async def live(core: ModelAsyncRuntime, config: RunConfig) -> str:
     finally:  # also when cancelled: within seconds, so nothing here waits for Prefect
         reporting.cancel()
         await asyncio.gather(reporting, return_exceptions=True)
-        await core.close()
+        await to_the_end(core.close)
     await reporter.finish()
     return reason
 

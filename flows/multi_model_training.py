@@ -42,6 +42,7 @@ from tasks.lifecycle import (
     cancel_older_runs,
     run_watched,
     tag_self,
+    to_the_end,
 )
 from tasks.summary import write_summary
 
@@ -137,7 +138,7 @@ async def lead(config: RunConfig, run_id: str) -> RunSummary:
         state = "superseded"
         raise
     finally:
-        await shut_down(run, state)
+        await to_the_end(lambda: shut_down(run, state))
         place.close()
     await take_snapshot(run.coordinator)
     summary = await write_summary(
@@ -177,7 +178,7 @@ async def take_over(config: RunConfig, run_id: str, place: ExitStack) -> Run:
         await gateway.start()
         await asyncio.to_thread(update_run, store, layout, epoch=claim.epoch, gateway_url=gateway.url)
     except BaseException:
-        await gateway.stop()
+        await to_the_end(gateway.stop)
         raise
     trainable = tuple(m.model_id for m in config.trainable_models)
     return Run(

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from uuid import UUID
@@ -38,6 +38,7 @@ RUNNER_POLL_S = 1.0
 """Between two looks at the parent process."""
 STATE_POLL_S = 4.0
 """Between two looks at the states of this run and its parent."""
+MAX_CLEANUPS = 3
 CALL_LIMIT_S = 10.0
 """Longest one call to the API may take before this round is given up."""
 
@@ -77,10 +78,31 @@ async def run_watched(work: Coroutine[Any, Any, T]) -> Finished[T] | Stopped:
         return Stopped(watching.result())
     finally:
         for task in (watching, working):
-            # The runner's SIGTERM has cancelled every task already; once more would break off its cleanup.
+            # The runner's SIGTERM may have cancelled every task already; once more would break off a cleanup.
             if not task.cancelling():
                 task.cancel()
-        await asyncio.gather(watching, working, return_exceptions=True)
+        await to_the_end(lambda: _all_done(watching, working))
+
+
+async def _all_done(*tasks: asyncio.Task[Any]) -> None:
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled() and task.exception() is not None:
+            log.debug("%s ended with %r", task.get_name(), task.exception())  # raised or reported elsewhere
+
+
+async def to_the_end(cleanup: Callable[[], Awaitable[None]]) -> None:
+    """Run an idempotent cleanup to its end, from its beginning again each time it is cancelled meanwhile.
+
+    Shielding does not do: the runner's SIGTERM cancels every task of the loop, the shielded ones too, and it
+    may come after our own watch has begun to stop the work.
+    """
+    for _ in range(MAX_CLEANUPS):
+        try:
+            return await cleanup()
+        except asyncio.CancelledError:
+            log.info("the cleanup was cancelled; beginning it again")
+    await cleanup()
 
 
 async def stop_asked() -> str:

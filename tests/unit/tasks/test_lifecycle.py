@@ -11,7 +11,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.states import Cancelling, Completed, Running, Scheduled
 
 from tasks import lifecycle
-from tasks.lifecycle import Finished, Stopped, run_watched
+from tasks.lifecycle import Finished, Stopped, run_watched, to_the_end
 
 
 async def _stays() -> str:
@@ -92,6 +92,34 @@ async def test_a_signal_that_cancels_every_task_at_once_lets_the_cleanup_end(
     with pytest.raises(asyncio.CancelledError):
         await flow
     assert cleaned == [True]
+
+
+async def test_a_cleanup_that_is_cancelled_begins_again_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stop() -> str:
+        return "the flow run was cancelled"
+
+    monkeypatch.setattr(lifecycle, "stop_asked", stop)
+    steps: list[str] = []
+    begun = asyncio.Event()
+
+    async def cleanup() -> None:
+        steps.append("begun")
+        begun.set()
+        await asyncio.sleep(0.05)
+        steps.append("ended")
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await to_the_end(cleanup)
+
+    flow = asyncio.create_task(run_watched(work()))
+    await begun.wait()
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:  # the runner's SIGTERM, a moment later
+        task.cancel()
+    assert await flow == Stopped("the flow run was cancelled")
+    assert steps == ["begun", "begun", "ended"]
 
 
 async def test_a_dead_runner_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
