@@ -70,6 +70,7 @@ class PrefectApi:
             deployment = await client.read_deployment_by_name(f"{PARENT_FLOW}/{config.name}")
             return await client.create_flow_run_from_deployment(
                 deployment.id,
+                name=run_id,
                 parameters={"run_id": run_id, "config": config.model_dump(mode="json")},
                 tags=[f"run:{run_id}"],
             )
