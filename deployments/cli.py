@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from deployments.home import known_runs, new_run_id, recall_run
-from model_runtime.config import RunConfig, load_config
+from model_runtime.config import RunConfig, load_config, parse_store
 from model_runtime.errors import ConfigError, RepertoryError, RunFailedError
 
 RUN_ID_PATTERN = r"[a-z0-9][a-z0-9_.-]{0,62}"
@@ -206,14 +206,19 @@ def export(
     model: Annotated[str, typer.Argument(help="Model id.", metavar="MODEL")],
     to: Annotated[Path, typer.Option(help="Folder to write the adapter to.", metavar="DIR")],
     version: Annotated[int | None, typer.Option(help="Version; the newest if left out.", metavar="N")] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Store of the run, if it was launched from elsewhere: s3://… or a folder.", metavar="URL"
+        ),
+    ] = None,
 ) -> None:
     """Fetch an adapter: `peft.PeftModel.from_pretrained` and vLLM load the folder."""
     from model_runtime import adapters
     from model_runtime.store import open_store
 
-    record = recall_run(run_id)
-    record.config.model(model)
-    document = adapters.export(open_store(record.config.store), run_id, model, version, to)
+    settings = recall_run(run_id).config.store if store is None else parse_store(store)
+    document = adapters.export(open_store(settings), run_id, model, version, to)
     Console().print(
         f"{model} v{document.version} (step {document.step}): {to}", highlight=False, soft_wrap=True
     )

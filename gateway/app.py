@@ -202,6 +202,7 @@ class Gateway:
             renewal=None if renewal is None else _masked(renewal),
             used=self.admission.used(binding.model_id),
             waiting_requests=binding.waiting,
+            waited_s=binding.waited_s,
             running_requests=binding.running,
             finalized_rows=tally.finalized_rows,
             sampled_tokens=tally.sampled_tokens,

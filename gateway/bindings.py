@@ -68,6 +68,7 @@ class ModelBinding:
     replicas: dict[str, ReplicaHandle] = field(default_factory=dict)
     inflight_versions: Counter[int] = field(default_factory=Counter)
     waiting: int = 0
+    waited_s: float = 0.0  # by all calls together; a call that found the model ready adds exactly nothing
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -178,6 +179,7 @@ class GatewayBindingRegistry:
         if self.why_not_ready(binding) is None:
             return binding
         binding.waiting += 1
+        began = self._clock()
         try:
             while (reason := self.why_not_ready(binding)) is not None:
                 remaining = deadline - self._clock()
@@ -187,6 +189,7 @@ class GatewayBindingRegistry:
             return binding
         finally:
             binding.waiting -= 1
+            binding.waited_s += self._clock() - began
 
     # -------------------------------------------------------------- placement
 

@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
-from pydantic import model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from model_runtime.errors import ConfigError
 
@@ -397,7 +404,8 @@ class RunConfig(_Section):
         for route in self.agent_model_mapping:
             if route.model_id not in known:
                 raise ValueError(
-                    f"agent_model_mapping.{route.agent_id}: unknown model {route.model_id!r}; models are {known}"
+                    f"agent_model_mapping.{route.agent_id}: unknown model {route.model_id!r}; "
+                    f"models are {known}"
                 )
         used = {route.model_id for route in self.agent_model_mapping}
         idle = [m for m in known if m not in used]
@@ -428,7 +436,8 @@ class RunConfig(_Section):
     def warnings(self) -> list[str]:
         """What is accepted but not yet honoured, one sentence each."""
         found = [
-            f"{m.model_id}: partial_rollout is not built yet; generations finish under the version they began with"
+            f"{m.model_id}: partial_rollout is not built yet; generations finish under the version they "
+            "began with"
             for m in self.models
             if m.async_training.partial_rollout
         ]
@@ -456,7 +465,8 @@ def _refuse_shared_gpus(models: list[ModelConfig]) -> None:
             section = getattr(model, part)
             if section.gpu_ids is not None and len(section.gpu_ids) != section.n_gpus:
                 raise ValueError(
-                    f"{model.model_id}.{part}: gpu_ids names {len(section.gpu_ids)} devices, n_gpus is {section.n_gpus}"
+                    f"{model.model_id}.{part}: gpu_ids names {len(section.gpu_ids)} devices, "
+                    f"n_gpus is {section.n_gpus}"
                 )
             for gpu in section.gpu_ids or []:
                 users.setdefault(gpu, []).append((f"{model.model_id}.{part}", section.gpu_memory_fraction))
@@ -498,6 +508,14 @@ def parse_config(raw: dict[str, Any], *, source: str = "config") -> RunConfig:
     except ValidationError as error:
         lines = [_describe(detail) for detail in error.errors(include_url=False)]
         raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None
+
+
+def parse_store(url: str) -> StoreConfig:
+    """Settings of a store known by its URL alone. Raises ConfigError."""
+    try:
+        return StoreConfig(url=url if "://" in url else str(Path(url).expanduser().resolve()))
+    except ValidationError as error:
+        raise ConfigError("store: " + "; ".join(map(_describe, error.errors(include_url=False)))) from None
 
 
 def _describe(detail: Any) -> str:

@@ -177,6 +177,7 @@ class ModelStatus(_Wire):
     renewal: ModelRenewal | None  # with keys masked
     used: float
     waiting_requests: int
+    waited_s: float = 0.0  # by all calls so far for a ready model; 0 when none ever waited
     running_requests: int
     finalized_rows: int  # trajectories written to this model's log in this epoch
     sampled_tokens: int

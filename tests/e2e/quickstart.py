@@ -51,8 +51,23 @@ def run_up(
     )
 
 
+def export(folder: Path, store_url: str, run_id: str, model_id: str, into: Path) -> None:
+    """`repertory export`, as somebody who has only the store."""
+    command = [sys.executable, "-m", "deployments.cli", "export", run_id, model_id, "--to", str(into)]
+    environment = os.environ | {"REPERTORY_HOME": str(folder / "another-home")}
+    result = subprocess.run(
+        [*command, "--store", store_url],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def summary_of(result: subprocess.CompletedProcess[str]) -> RunSummary:
-    assert result.returncode == 0, f"exit {result.returncode}\n{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
+    assert result.returncode == 0, f"exit {result.returncode}\n{result.stderr[-6000:]}"
     return RunSummary.model_validate_json(result.stdout)
 
 
@@ -62,7 +77,7 @@ def below_the_bar(summary: RunSummary) -> list[str]:
     for agent in summary.agents:
         start, end = agent.success.start, agent.success.end
         if start is None or end is None or end < 0.75 or end - start < 0.25:
-            missing.append(f"{agent.agent_id}: success {start} → {end}; wanted ≥ 0.75 and ≥ 0.25 more than at first")
+            missing.append(f"{agent.agent_id}: success {start} → {end}; wanted ≥ 0.75, and 0.25 more")
     reward = summary.workflow_reward
     if reward.start is None or reward.end is None or reward.end < 3 * max(reward.start, 0.01):
         missing.append(f"workflow reward {reward.start} → {reward.end}; wanted three times as much")

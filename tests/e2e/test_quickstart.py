@@ -12,7 +12,7 @@ from model_runtime.config import load_config
 from model_runtime.layout import RunLayout
 from model_runtime.metrics import read_metrics
 from model_runtime.store import open_store
-from tests.e2e.quickstart import below_the_bar, run_up, summary_of, write_config
+from tests.e2e.quickstart import below_the_bar, export, run_up, summary_of, write_config
 from tests.exactness import check_exactness
 
 pytestmark = pytest.mark.e2e
@@ -52,22 +52,10 @@ def test_a_short_run_is_exact_balanced_and_its_adapters_load(tmp_path: Path) -> 
     assert solver.num_masked_context > 0
 
     exported = tmp_path / "adapter"
-    _export(tmp_path, config_path, exported)
+    export(tmp_path, config.store.url, "short", "planner_model", exported)
     base = AutoModelForCausalLM.from_pretrained(config.model("planner_model").model_path)
     tuned = PeftModel.from_pretrained(base, str(exported))
     assert any(p.abs().max() > 0 for name, p in tuned.named_parameters() if "lora_B" in name)
-
-
-def _export(folder: Path, config_path: Path, into: Path) -> None:
-    import os
-    import subprocess
-    import sys
-
-    store = load_config(config_path).store.url
-    command = [sys.executable, "-m", "deployments.cli", "export", "short", "planner_model", "--to", str(into)]
-    environment = os.environ | {"REPERTORY_HOME": str(folder / "home")}
-    result = subprocess.run([*command, "--store", store], capture_output=True, text=True, timeout=120, env=environment)
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow
@@ -86,3 +74,36 @@ def test_nothing_is_learned_at_learning_rate_zero(tmp_path: Path) -> None:
     missing = " ".join(below_the_bar(summary))
     assert "workflow reward" in missing
     assert "held-out" in missing
+
+
+# Loaded into every process of the run: new versions are acknowledged, the first weights go on serving.
+SKIPS_LOADING = """
+import sys
+
+if any("prefect" in argument for argument in sys.orig_argv):
+    from model_runtime import llm_client, synchronizer
+
+    load, first = llm_client.LLMServerClient.load_adapter, {}
+
+    async def load_the_first_one(self, name, path, **limits):
+        model_id = name.split("@")[0]
+        await load(self, name, first.setdefault(model_id, path), **limits)
+
+    async def see_nothing(self, replica, name, canary):
+        return None
+
+    llm_client.LLMServerClient.load_adapter = load_the_first_one
+    synchronizer.ParameterSynchronizer._probe = see_nothing
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LEARNING_LIMIT_S)
+def test_nothing_is_learned_when_new_versions_are_not_really_loaded(tmp_path: Path) -> None:
+    patch = tmp_path / "patch"
+    patch.mkdir()
+    (patch / "sitecustomize.py").write_text(SKIPS_LOADING)
+    config = write_config(tmp_path)
+    summary = summary_of(run_up(tmp_path, config, limit_s=LEARNING_LIMIT_S, env={"PYTHONPATH": str(patch)}))
+    assert all(model.versions_published >= 5 for model in summary.models)  # it looks as if all went well
+    assert "workflow reward" in " ".join(below_the_bar(summary))
