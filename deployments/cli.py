@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -13,6 +13,9 @@ from rich.console import Console
 from deployments.home import known_runs, new_run_id, recall_run
 from model_runtime.config import RunConfig, load_config, parse_store
 from model_runtime.errors import ConfigError, RepertoryError, RunFailedError
+
+if TYPE_CHECKING:
+    from model_runtime.summary import RunSummary
 
 RUN_ID_PATTERN = r"[a-z0-9][a-z0-9_.-]{0,62}"
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -128,11 +131,26 @@ def _follow_run(
     from deployments.summary_view import print_summary
     from deployments.up import Interrupted, TerminalView, run_interruptible, run_to_end
 
+    def show(summary: RunSummary) -> None:
+        if json:
+            sys.stdout.write(summary.model_dump_json(indent=1) + "\n")
+            sys.stdout.flush()
+            return
+        print_summary(console, summary)
+        path_of_it = summary.summary_uri.removeprefix("file://")
+        console.print(path_of_it, highlight=False, markup=False, soft_wrap=True)
+
+    def show_and_stay(summary: RunSummary) -> None:
+        view.close()
+        show(summary)
+        console.print(f"the dashboard stays at {launch.stack.api.ui_url} until Ctrl-C", highlight=False)
+
     view = TerminalView(console, run_id=name)
     launch = Launch(settings, name, view.say, ui=ui, config_path=path)
     try:
         with view:
-            summary = run_interruptible(lambda: run_to_end(launch, view, keep_ui=keep_ui))
+            stay = show_and_stay if keep_ui else None
+            summary = run_interruptible(lambda: run_to_end(launch, view, keep_until_interrupted=stay))
     except Interrupted:
         console.print(f"stopped; no process is left. Go on with:\n  {again}", highlight=False, markup=False)
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -140,11 +158,8 @@ def _follow_run(
         _say_error(str(error))
         console.print(f"Go on with:\n  {again}", highlight=False, markup=False)
         raise typer.Exit(EXIT_FAILED) from None
-    if json:
-        sys.stdout.write(summary.model_dump_json(indent=1) + "\n")
-        return
-    print_summary(console, summary)
-    console.print(summary.summary_uri.removeprefix("file://"), highlight=False, markup=False, soft_wrap=True)
+    if not keep_ui:
+        show(summary)
 
 
 @app.command()
@@ -217,7 +232,12 @@ def export(
     from model_runtime import adapters
     from model_runtime.store import open_store
 
-    settings = recall_run(run_id).config.store if store is None else parse_store(store)
+    if store is None:
+        config = recall_run(run_id).config
+        settings = config.store
+        config.model(model)  # an unknown one is refused by name
+    else:
+        settings = parse_store(store)
     document = adapters.export(open_store(settings), run_id, model, version, to)
     Console().print(
         f"{model} v{document.version} (step {document.step}): {to}", highlight=False, soft_wrap=True

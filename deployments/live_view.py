@@ -65,7 +65,7 @@ def executions_line(status: GatewayStatus) -> str:
     settled = (
         ", ".join(f"{n} {name}" for name, n in sorted(status.settlements.items()) if n) or "none settled"
     )
-    waiting = f", {status.waiting_groups} groups wait" if status.waiting_groups else ""
+    waiting = f", {status.waiting_groups} more wait to open" if status.waiting_groups else ""
     rewards = agent_rewards_line(status.agent_rewards)
     line = f"executions: {settled} · {status.open_sessions} running in {status.open_groups} groups{waiting}"
     return f"{line} · {status.desired}" + (f"\nreward: {rewards}" if rewards else "")

@@ -228,7 +228,9 @@ class Launch:
             announced_stack(StackRecord(pid=os.getpid(), api_url=api_url, run_id=self.run_id))
         )
         self.flow_run_id = (await self.stack.api.launch(self.config, self.run_id)).id
-        self.say(f"run {self.run_id}: {self.stack.api.ui_url}/runs/flow-run/{self.flow_run_id}")
+        # Our own server has both dashboards; another's may have the older one alone.
+        version = "/v2" if self.stack.server is not None else ""
+        self.say(f"run {self.run_id}: {self.stack.api.ui_url}{version}/runs/flow-run/{self.flow_run_id}")
 
     async def cancel(self) -> list[str]:
         """Ask the run to stop and wait until its flow runs are final; names of those that are not."""

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -55,6 +56,7 @@ class TerminalView:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._printed_at = 0.0
         self._last_phase = ""
+        self._last_status: GatewayStatus | None = None
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -64,8 +66,13 @@ class TerminalView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the table as it stands; what is printed from now on comes below it."""
         if self._live is not None:
-            self._live.__exit__(kind, error, trace)
+            self._live.stop()
+            self._live = None
 
     def say(self, line: str) -> None:
         self._console.print(f"[dim]\\[{clock(time.time() - self._started_at)}][/dim] {line}", highlight=False)
@@ -73,8 +80,9 @@ class TerminalView:
     def show(self, status: GatewayStatus | None, phase: str) -> None:
         if self._live is not None:
             elapsed = clock(time.time() - self._started_at)
-            shown = self._table(status) if status and status.models else Text(f"{phase} · {elapsed}")
-            self._live.update(shown, refresh=True)
+            # The gateway goes before the summary is made: what it last said stays on the screen.
+            self._last_status = last = status if status and status.models else self._last_status
+            self._live.update(self._table(last) if last else Text(f"{phase} · {elapsed}"), refresh=True)
         elif status is None or not status.models:
             if phase != self._last_phase:
                 self._last_phase = phase
@@ -89,12 +97,27 @@ class TerminalView:
         return live_table(status, run_id=self._run_id, started_at=self._started_at, ui_url=self.ui_url)
 
 
-async def run_to_end(launch: Launch, view: View, *, keep_ui: bool = False) -> RunSummary:
+async def run_to_end(
+    launch: Launch, view: View, *, keep_until_interrupted: Callable[[RunSummary], None] | None = None
+) -> RunSummary:
     """Start, follow, and end with the summary; whatever happens, nothing of it is left running.
+
+    With `keep_until_interrupted` the summary is handed to it first, and Prefect stays up until Ctrl-C.
 
     Raises RunFailedError when the run failed or was cancelled from elsewhere. Cancelling this coroutine
     cancels the run first.
     """
+    try:
+        summary = await _run(launch, view)
+        if keep_until_interrupted is not None:
+            keep_until_interrupted(summary)
+            await _until_cancelled()
+        return summary
+    finally:
+        await launch.close()
+
+
+async def _run(launch: Launch, view: View) -> RunSummary:
     try:
         await launch.start()
         if isinstance(view, TerminalView):
@@ -102,20 +125,21 @@ async def run_to_end(launch: Launch, view: View, *, keep_ui: bool = False) -> Ru
         began = time.time()
         outcome = await follow(launch, view)
         summary = await asyncio.to_thread(_summary_since, launch, began)
-        if keep_ui:
-            view.say(f"the run is over; the dashboard stays at {launch.stack.api.ui_url} until Ctrl-C")
-            await asyncio.Event().wait()
-        if summary is None or outcome is not None:
-            raise RunFailedError(f"run {launch.run_id}: {outcome or 'it left no summary'}")
-        return summary
     except asyncio.CancelledError:
         view.say("stopping: waiting for the run's processes to end")
         left = await launch.cancel()
         if left:
             view.say(f"not ended in time, ended by force: {', '.join(left)}")
         raise
-    finally:
-        await launch.close()
+    if summary is None or outcome is not None:
+        raise RunFailedError(f"run {launch.run_id}: {outcome or 'it left no summary'}")
+    return summary
+
+
+async def _until_cancelled() -> None:
+    """The run has ended as it should, so the Ctrl-C that ends this wait is no interruption of it."""
+    with suppress(asyncio.CancelledError):
+        await asyncio.Event().wait()
 
 
 async def follow(launch: Launch, view: View) -> str | None:

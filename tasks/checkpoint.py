@@ -32,7 +32,7 @@ async def record_checkpoint(store: Store, layout: RunLayout, model_id: str, step
     return uri
 
 
-@task(name="snapshot", cache_policy=NO_CACHE, persist_result=False)
+@task(name="snapshot", task_run_name="snapshot", cache_policy=NO_CACHE, persist_result=False)
 async def take_snapshot(coordinator: CheckpointCoordinator) -> SnapshotDocument | None:
     """Name the last checkpoint and version of every model together at the end of the run."""
     return await asyncio.to_thread(coordinator.snapshot, final=True)

@@ -183,6 +183,7 @@ def learning_curve(rows: Sequence[Row], *, title: str) -> bytes:
     """PNG of each agent's mean reward over the steps, as measured and smoothed over a tenth of the steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second to import; drawn once a minute
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 3), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
@@ -194,6 +195,7 @@ def learning_curve(rows: Sequence[Row], *, title: str) -> bytes:
         axes.plot(steps[::stride], rewards[::stride], color=f"C{i}", linewidth=1, alpha=0.35)
         axes.plot(steps[::stride], smooth[::stride], color=f"C{i}", linewidth=2, label=agent_id)
     axes.set(title=title, xlabel="training step", ylabel="mean reward")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if axes.has_data():
         axes.legend(loc="lower right", frameon=False)

@@ -17,7 +17,7 @@ from model_runtime.summary import Reward, RunSummary
 from tasks.reporting import tell
 
 
-@task(name="summary", cache_policy=NO_CACHE, persist_result=False)
+@task(name="summary", task_run_name="summary", cache_policy=NO_CACHE, persist_result=False)
 async def write_summary(
     store: Store,
     layout: RunLayout,

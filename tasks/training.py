@@ -17,7 +17,7 @@ async def train_next(runtime: ModelAsyncRuntime, target: int) -> int | None:
     return await runtime.next_version()
 
 
-@task(name="first version", cache_policy=NO_CACHE, persist_result=False)
+@task(name="first version", task_run_name="first version", cache_policy=NO_CACHE, persist_result=False)
 async def first_version(runtime: ModelAsyncRuntime) -> int | None:
     """Wait for the version this life of the model starts from: v0, or the newest in the store on resume."""
     return await runtime.next_version()

@@ -104,7 +104,7 @@ def test_the_table_names_the_run_the_dashboard_and_the_executions() -> None:
     assert "412 finalized" in text
     assert "3 expired" in text
     assert "infra" not in text
-    assert "64 running in 8 groups, 1 groups wait" in text
+    assert "64 running in 8 groups, 1 more wait to open" in text
 
 
 def test_without_a_terminal_the_same_in_a_line() -> None:
