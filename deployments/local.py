@@ -42,6 +42,7 @@ PREFECT = (sys.executable, "-m", "prefect")
 PREFERRED_PORT = 4200
 SERVER_LIMIT_S = 180.0
 """Longest wait for the server: the first start makes its database."""
+MAX_SERVER_RESTARTS = 3
 RUNNER_LIMIT_S = 120.0
 STOP_LIMIT_S = 45.0
 """Longest wait for the flow runs to end before their processes are ended."""
@@ -59,6 +60,8 @@ class LocalStack:
     api: PrefectApi = field(init=False)
     server: ChildProcess | None = None
     runner: ChildProcess | None = None
+    _port: int = 0
+    _server_restarts: int = 0
 
     async def start(self) -> None:
         """Bring both up, saying what is waited for. Raises ProcessError with the end of a log."""
@@ -94,15 +97,30 @@ class LocalStack:
         for port in [*ports, free_port(), free_port()]:
             self.api = PrefectApi(f"http://127.0.0.1:{port}/api")
             self.say("Prefect server: starting")
-            self.server = await ChildProcess.start(
-                [*PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(port)],
-                log_path=_logs() / "prefect-server.log",
-                env=prefect_env(self.api.api_url, ui=self.ui),
-            )
-            if await self._server_listens(self.server, port):
-                self.say(f"Prefect server: ready at {self.api.ui_url}")
+            if await self._server_listens(await self._spawn_server(port), port):
                 return
+        self.check_alive()
+
+    async def _spawn_server(self, port: int) -> ChildProcess:
+        if self.server is not None:
             await self.server.stop()
+        self._port = port
+        self.server = await ChildProcess.start(
+            [*PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+            log_path=_new_log("prefect-server"),
+            env=prefect_env(self.api.api_url, ui=self.ui),
+        )
+        return self.server
+
+    async def tend(self) -> None:
+        """Start a server that died again, on its port: the flows ride out its absence. Raises ProcessError
+        when that happens too often, or when the runner died."""
+        died = self.server is not None and self.server.returncode is not None
+        if died and self._server_restarts < MAX_SERVER_RESTARTS:
+            self._server_restarts += 1
+            self.say("Prefect server: died; starting it again, the run goes on meanwhile")
+            if await self._server_listens(await self._spawn_server(self._port), self._port):
+                return
         self.check_alive()
 
     async def _server_listens(self, server: ChildProcess, port: int) -> bool:
@@ -118,6 +136,7 @@ class LocalStack:
                     f"its log is {server.log_path}"
                 )
             await asyncio.sleep(0.3)
+        self.say(f"Prefect server: ready at {self.api.ui_url}")
         return True
 
     async def _start_runner(self) -> None:
@@ -127,7 +146,7 @@ class LocalStack:
         file.write_text(self.config.model_dump_json(indent=1))
         self.runner = await ChildProcess.start(
             [sys.executable, "-m", "deployments.local", "serve", str(file), launch],
-            log_path=_logs() / "runner.log",
+            log_path=_new_log("runner"),
             env=prefect_env(self.api.api_url, ui=self.ui) | {ADMIN_KEY_ENV: admin_key()},
             grace_s=20,
         )
@@ -273,10 +292,12 @@ def _listens(pid: int, port: int) -> bool:
     return any(s.status == psutil.CONN_LISTEN and s.laddr.port == port for s in sockets)
 
 
-def _logs() -> Path:
-    path = home() / "logs"
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+def _new_log(process: str) -> Path:
+    """One file per process and start, never overwritten."""
+    folder = home() / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    number = len(list(folder.glob(f"{process}-*.log"))) + 1
+    return folder / f"{process}-{number:04d}.log"
 
 
 if __name__ == "__main__":

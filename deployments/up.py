@@ -148,7 +148,7 @@ async def follow(launch: Launch, view: View) -> str | None:
     gateway: GatewayAdmin | None = None
     try:
         while True:
-            launch.stack.check_alive()
+            await launch.stack.tend()
             state = await launch.stack.api.state(launch.flow_run_id)
             if state is not None and state.is_final():
                 await launch.stack.api.wait_until_none_active(launch.run_id, limit_s=45)

@@ -241,3 +241,19 @@ def test_a_killed_model_is_started_again_and_the_run_completes(
     up.flow_process(str(child.id)).send_signal(signal.SIGKILL)
     assert up.wait(600) == 0, up.output()
     assert PARENT_FLOW not in [p.name() for p in up.marked()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_run_rides_out_the_death_of_prefects_server(launch: Callable[..., Up], tmp_path: Path) -> None:
+    up = launch(str(short_config(tmp_path)), "--run-id", "run-1")
+    up.until_trained()
+    servers = [p for p in up.marked() if "prefect server start" in " ".join(p.cmdline()[1:])]
+    trainers = {p.pid for p in up.marked() if "model_runtime.trainer" in p.cmdline()}
+    for server in servers:
+        server.kill()
+    at_kill = up.version("solver_model")
+    up.until(lambda: up.version("solver_model") > at_kill, "a version after the server's death")
+    assert trainers <= {p.pid for p in up.marked()}
+    assert up.wait(600) == 0, up.output()
+    assert "Prefect server: died; starting it again" in up.output()
