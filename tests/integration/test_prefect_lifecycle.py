@@ -37,12 +37,12 @@ ORPHAN_LIMIT_S = 60
 LAYOUT = RunLayout("run-1")
 
 
-def short_config(folder: Path, **changes: Any) -> Path:
+def short_config(folder: Path, *, max_steps: int | None = 12, **changes: Any) -> Path:
     """The quickstart, a few small steps long."""
     raw = yaml.safe_load((QUICKSTART / "config.yaml").read_text())
     for model in raw["multi_model"]["models"]:
         model["model_path"] = str(QUICKSTART / model["model_path"])
-        model |= {"batch_size": 2, "max_steps": 12, "save_every": 1}
+        model |= {"batch_size": 2, "max_steps": max_steps, "save_every": 1}
     raw["workflow"] |= {
         "tasks": str(QUICKSTART / "tasks/train.jsonl"),
         "python_path": str(QUICKSTART),
@@ -257,3 +257,17 @@ def test_a_run_rides_out_the_death_of_prefects_server(launch: Callable[..., Up],
     assert trainers <= {p.pid for p in up.marked()}
     assert up.wait(600) == 0, up.output()
     assert "Prefect server: died; starting it again" in up.output()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_run_whose_time_is_up_settles_trains_and_publishes_what_it_has(
+    launch: Callable[..., Up], tmp_path: Path
+) -> None:
+    up = launch(str(short_config(tmp_path, max_steps=None, max_duration_s=60)), "--run-id", "run-1")
+    assert up.wait(600) == 0, up.output()
+    store = open_store(StoreConfig(url=str(tmp_path / "runs")))
+    summary = RunSummary.model_validate_json(store.get(LAYOUT.summary()))
+    assert summary.num_executions > 0
+    assert summary.num_executions % 4 == 0, "a group was left half done"
+    assert all(m.balanced and m.in_log == 0 for m in summary.models)
