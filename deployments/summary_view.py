@@ -12,7 +12,7 @@ from model_runtime.summary import ModelSummary, Reward, RunSummary
 
 
 def summary_view(summary: RunSummary) -> RenderableType:
-    """Rewards, books, adapters, and the command that serves one of them."""
+    """Rewards and books."""
     parts: list[RenderableType] = [Text(headline(summary), style="bold"), rewards_table(summary)]
     if summary.held_out is not None:
         held_out = summary.held_out
@@ -21,10 +21,15 @@ def summary_view(summary: RunSummary) -> RenderableType:
         )
     parts.append(books_table(summary))
     parts.extend(Text(f"{role}: {reason}", style="red") for role, reason in summary.failures.items())
-    parts.extend(Text(f"{m.model_id} adapter: {m.adapter_uri}") for m in summary.models if m.adapter_uri)
-    if summary.models:
-        parts.append(Text(f"serve one: {summary.models[-1].serve_command}"))
     return Group(*parts)
+
+
+def where_it_lies(summary: RunSummary) -> list[str]:
+    """Lines to copy from: the adapters, and the command that serves one of them."""
+    lines = [f"{m.model_id} adapter: {m.adapter_uri}" for m in summary.models if m.adapter_uri]
+    if summary.models:
+        lines.append(f"serve one: {summary.models[-1].serve_command}")
+    return lines
 
 
 def headline(summary: RunSummary) -> str:
@@ -51,8 +56,10 @@ def change(reward: Reward) -> str:
 
 def books_table(summary: RunSummary) -> Table:
     """finalized = trained + dropped + in the log, per model."""
-    table = Table(title="trajectories", title_justify="left")
-    for column in ("model", "steps", "versions", "finalized", "trained", "dropped", "in log", "balance"):
+    balance = "ok" if all(model.balanced for model in summary.models) else "BROKEN"
+    title = f"trajectories (finalized = trained + dropped + in log: {balance})"
+    table = Table(title=title, title_justify="left", padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for column in ("model", "steps", "versions", "finalized", "trained", "dropped", "in log"):
         table.add_column(column, justify="left" if column in ("model", "dropped") else "right")
     for model in summary.models:
         table.add_row(*_books_row(model))
@@ -61,8 +68,7 @@ def books_table(summary: RunSummary) -> Table:
 
 def _books_row(model: ModelSummary) -> list[str]:
     counts = (model.steps, model.versions_published, model.finalized, model.trained)
-    balance = "ok" if model.balanced else "BROKEN"
-    return [model.model_id, *map(str, counts), reasons(model.dropped), str(model.in_log), balance]
+    return [model.model_id, *map(str, counts), reasons(model.dropped), str(model.in_log)]
 
 
 def reasons(dropped: Mapping[str, int]) -> str:
@@ -78,3 +84,5 @@ def shown(value: float | None) -> str:
 
 def print_summary(console: Console, summary: RunSummary) -> None:
     console.print(summary_view(summary))
+    for line in where_it_lies(summary):  # never wrapped: a wrapped path or command can't be pasted
+        console.print(line, soft_wrap=True, highlight=False, markup=False)

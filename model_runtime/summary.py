@@ -18,11 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from model_runtime.books import ModelBooks, read_books
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.coordinator import read_run
-from model_runtime.errors import ObjectNotFoundError
+from model_runtime.errors import ObjectNotFoundError, ProcessError
 from model_runtime.layout import ModelLayout, RunLayout, number_in
 from model_runtime.metrics import read_metrics
 from model_runtime.store import Store
 from model_runtime.types import DEFAULT_COMPONENT, FINAL_STATUSES, Shard, Trajectory
+from model_runtime.vllm_environment import find_vllm
 
 SUCCESS_COMPONENT = "success"
 START_SHARE = 0.1
@@ -304,7 +305,7 @@ def _model(
         in_log=books.in_log,
         balanced=books.balanced,
         adapter_uri=adapter_uri,
-        serve_command=serve_command(model, layout.run_id, adapter_uri),
+        serve_command=serve_command(model, layout.run_id, adapter_uri, serve=vllm_serve()),
         failure=failure,
     )
 
@@ -313,9 +314,24 @@ def _succeeded(row: Mapping[str, Any]) -> bool:
     return "version" in row and not row.get("error")
 
 
-def serve_command(model: ModelConfig, run_id: str, adapter_uri: str | None) -> str:
-    """One command that serves this model's last adapter with vLLM, under the model's id."""
-    base = f"vllm serve {shlex.quote(model.model_path)}"
+def vllm_serve() -> str:
+    """What `vllm serve` is called on this machine; its plain name where vLLM is not installed."""
+    try:
+        vllm = find_vllm()
+    except ProcessError:
+        return "vllm serve"
+    if vllm.build == "cpu":  # has no `vllm` command, and needs neither a compiler nor compilation
+        return (
+            f"TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=1 {shlex.quote(str(vllm.python))} "
+            "-m vllm.entrypoints.launchers.api_server.entry --enforce-eager --model"
+        )
+    return f"{shlex.quote(str(vllm.python.parent / 'vllm'))} serve"
+
+
+def serve_command(model: ModelConfig, run_id: str, adapter_uri: str | None, *, serve: str) -> str:
+    """One command that serves this model's last adapter with vLLM, under the model's id. `serve` is what
+    the model's path follows (`vllm_serve`)."""
+    base = f"{serve} {shlex.quote(model.model_path)}"
     if adapter_uri is None:
         return f"{base} --served-model-name {model.model_id}"
     folder, fetch = adapter_uri.removeprefix("file://"), ""

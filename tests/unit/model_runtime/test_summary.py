@@ -154,16 +154,17 @@ def test_a_summary_reads_back_as_it_was_written(local_store: Store) -> None:
 
 def test_the_serve_command_serves_the_adapter_under_the_models_id() -> None:
     model, judge = CONFIG.models
-    local = serve_command(model, "run-1", "file:///runs/v3")
+    local = serve_command(model, "run-1", "file:///runs/v3", serve="vllm serve")
     assert local == (
         "vllm serve /models/planner --enable-lora --max-lora-rank 16 --lora-modules planner_model=/runs/v3"
     )
-    remote = serve_command(model, "run-1", "s3://bucket/runs/v3")
+    remote = serve_command(model, "run-1", "s3://bucket/runs/v3", serve="vllm serve")
     assert remote.startswith(
         "repertory export run-1 planner_model --to ./planner_model-adapter && vllm serve"
     )
     assert (
-        serve_command(judge, "run-1", None) == "vllm serve '/models/a judge' --served-model-name judge_model"
+        serve_command(judge, "run-1", None, serve="vllm serve")
+        == "vllm serve '/models/a judge' --served-model-name judge_model"
     )
 
 
