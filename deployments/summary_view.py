@@ -4,32 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from model_runtime.summary import ModelSummary, Reward, RunSummary
+from model_runtime.summary import Reward, RunSummary
 
 
-def summary_view(summary: RunSummary) -> RenderableType:
-    """Rewards and books."""
-    parts: list[RenderableType] = [Text(headline(summary), style="bold"), rewards_table(summary)]
+def print_summary(console: Console, summary: RunSummary) -> None:
+    """Rewards, books, adapters, and the command that serves one of them. Paths and commands are never
+    broken over lines, so that they can be copied."""
+
+    def line(text: str, style: str = "") -> None:
+        console.print(Text(text, style=style), soft_wrap=True, highlight=False)
+
+    line(headline(summary), "bold")
+    console.print(rewards_table(summary))
     if summary.held_out is not None:
         held_out = summary.held_out
-        parts.append(
-            Text(f"held-out tasks, greedy, {held_out.num_executions} executions: {shown(held_out.reward)}")
-        )
-    parts.append(books_table(summary))
-    parts.extend(Text(f"{role}: {reason}", style="red") for role, reason in summary.failures.items())
-    return Group(*parts)
-
-
-def where_it_lies(summary: RunSummary) -> list[str]:
-    """Lines to copy from: the adapters, and the command that serves one of them."""
-    lines = [f"{m.model_id} adapter: {m.adapter_uri}" for m in summary.models if m.adapter_uri]
-    if summary.models:
-        lines.append(f"serve one: {summary.models[-1].serve_command}")
-    return lines
+        line(f"held-out tasks, greedy, {held_out.num_executions} executions: {shown(held_out.reward)}")
+    console.print(books_table(summary))
+    for model in summary.models:
+        if any(model.dropped.values()):
+            line(f"{model.model_id} dropped {reasons(model.dropped)}")
+    for role, reason in summary.failures.items():
+        line(f"{role}: {reason}", "red")
+    for model in summary.models:
+        if model.adapter_uri:
+            line(f"{model.model_id} adapter: {model.adapter_uri}")
+    line(f"serve one: {summary.models[-1].serve_command}")
 
 
 def headline(summary: RunSummary) -> str:
@@ -56,19 +59,15 @@ def change(reward: Reward) -> str:
 
 def books_table(summary: RunSummary) -> Table:
     """finalized = trained + dropped + in the log, per model."""
-    balance = "ok" if all(model.balanced for model in summary.models) else "BROKEN"
-    title = f"trajectories (finalized = trained + dropped + in log: {balance})"
-    table = Table(title=title, title_justify="left", padding=(0, 1), collapse_padding=True, pad_edge=False)
-    for column in ("model", "steps", "versions", "finalized", "trained", "dropped", "in log"):
-        table.add_column(column, justify="left" if column in ("model", "dropped") else "right")
+    table = Table(title="trajectories", title_justify="left")
+    for column in ("model", "steps", "versions", "finalized", "trained", "dropped", "in log", "balance"):
+        table.add_column(column, justify="left" if column == "model" else "right", no_wrap=column == "model")
     for model in summary.models:
-        table.add_row(*_books_row(model))
+        counts = (model.steps, model.versions_published, model.finalized, model.trained)
+        dropped = sum(model.dropped.values())
+        balance = "ok" if model.balanced else "BROKEN"
+        table.add_row(model.model_id, *map(str, (*counts, dropped, model.in_log)), balance)
     return table
-
-
-def _books_row(model: ModelSummary) -> list[str]:
-    counts = (model.steps, model.versions_published, model.finalized, model.trained)
-    return [model.model_id, *map(str, counts), reasons(model.dropped), str(model.in_log)]
 
 
 def reasons(dropped: Mapping[str, int]) -> str:
@@ -80,9 +79,3 @@ def reasons(dropped: Mapping[str, int]) -> str:
 
 def shown(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
-
-
-def print_summary(console: Console, summary: RunSummary) -> None:
-    console.print(summary_view(summary))
-    for line in where_it_lies(summary):  # never wrapped: a wrapped path or command can't be pasted
-        console.print(line, soft_wrap=True, highlight=False, markup=False)

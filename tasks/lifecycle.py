@@ -20,6 +20,7 @@ from prefect import Flow
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
+    FlowRunFilterId,
     FlowRunFilterParentFlowRunId,
     FlowRunFilterState,
     FlowRunFilterStateType,
@@ -162,16 +163,17 @@ async def _stop_reason(client: PrefectClient, own_id: str, parent_id: str | None
 
 async def final_runs(ids: Iterable[UUID]) -> dict[UUID, FlowRun]:
     """Those of the flow runs that are final now. An outage of the server reads as "none is"."""
-    final: dict[UUID, FlowRun] = {}
+    wanted = list(ids)
+    if not wanted:
+        return {}
     try:
         async with get_client() as client:
-            for run_id in ids:
-                run = await asyncio.wait_for(client.read_flow_run(run_id), CALL_LIMIT_S)
-                if run.state and run.state.is_final():
-                    final[run_id] = run
+            asked = client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=wanted)))
+            runs = await asyncio.wait_for(asked, CALL_LIMIT_S)
     except Exception as error:  # asked again a moment later
         log.info("flow run states could not be read (%s); asking again", type(error).__name__)
-    return final
+        return {}
+    return {run.id: run for run in runs if run.state is not None and run.state.is_final()}
 
 
 async def wait_final(ids: Iterable[UUID], *, limit_s: float, every_s: float = 1.0) -> dict[UUID, FlowRun]:
