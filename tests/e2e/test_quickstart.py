@@ -69,7 +69,7 @@ def test_both_policies_learn(tmp_path: Path, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(LEARNING_LIMIT_S)
 def test_nothing_is_learned_at_learning_rate_zero(tmp_path: Path) -> None:
-    config = write_config(tmp_path, model={"trainer": {"learning_rate": 0.0}})
+    config = write_config(tmp_path, model={"trainer": {"learning_rate": 0.0}, "max_steps": 10})
     summary = summary_of(run_up(tmp_path, config, limit_s=LEARNING_LIMIT_S))
     missing = " ".join(below_the_bar(summary))
     assert "workflow reward" in missing
@@ -81,13 +81,16 @@ SKIPS_LOADING = """
 import sys
 
 if any("prefect" in argument for argument in sys.orig_argv):
+    import shutil, tempfile
     from model_runtime import llm_client, synchronizer
 
     load, first = llm_client.LLMServerClient.load_adapter, {}
 
     async def load_the_first_one(self, name, path, **limits):
         model_id = name.split("@")[0]
-        await load(self, name, first.setdefault(model_id, path), **limits)
+        if model_id not in first:
+            first[model_id] = shutil.copytree(path, tempfile.mkdtemp() + "/first")
+        await load(self, name, first[model_id], **limits)
 
     async def see_nothing(self, replica, name, canary):
         return None
@@ -103,7 +106,7 @@ def test_nothing_is_learned_when_new_versions_are_not_really_loaded(tmp_path: Pa
     patch = tmp_path / "patch"
     patch.mkdir()
     (patch / "sitecustomize.py").write_text(SKIPS_LOADING)
-    config = write_config(tmp_path)
+    config = write_config(tmp_path, model={"max_steps": 10})
     summary = summary_of(run_up(tmp_path, config, limit_s=LEARNING_LIMIT_S, env={"PYTHONPATH": str(patch)}))
     assert all(model.versions_published >= 5 for model in summary.models)  # it looks as if all went well
     assert "workflow reward" in " ".join(below_the_bar(summary))
