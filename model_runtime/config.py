@@ -109,6 +109,11 @@ class TrainerConfig(_Section):
     """Decoupled weight decay."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate grows linearly from 0."""
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after warm-up. linear and cosine need max_steps, at which they arrive
+    at final_learning_rate_ratio of the peak."""
+    final_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Share of the peak learning rate at the last step of a schedule that falls."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: int = Field(default=4096, ge=16)
@@ -263,9 +268,14 @@ class ModelConfig(_Section):
         return max(required, int(required * (1 + a.staleness_threshold) * a.trigger_parameter_sync_step))
 
     @model_validator(mode="after")
-    def _frozen_trains_nothing(self) -> ModelConfig:
+    def _consistent(self) -> ModelConfig:
         if self.kind == "frozen" and self.trainer.n_gpus:
             raise ValueError("a frozen model has no trainer: leave trainer.n_gpus at 0")
+        if self.trainer.learning_rate_schedule != "constant" and self.max_steps is None:
+            raise ValueError(
+                f"trainer.learning_rate_schedule {self.trainer.learning_rate_schedule!r} needs max_steps: "
+                "it falls towards the last one"
+            )
         return self
 
 

@@ -86,9 +86,21 @@ class Learner:
         )
 
     def learning_rate(self, step: int) -> float:
-        """Of step 1, 2, …: grows linearly over the warm-up, then constant."""
+        """Of step 1, 2, …: grows linearly over the warm-up, then follows the schedule."""
         trainer = self._model.trainer
-        return trainer.learning_rate * min(1.0, step / max(1, trainer.warmup_steps))
+        warm = min(1.0, step / max(1, trainer.warmup_steps))
+        return trainer.learning_rate * warm * self._share_left(step)
+
+    def _share_left(self, step: int) -> float:
+        """Of the peak learning rate: from 1 at the end of the warm-up to the final ratio at max_steps."""
+        trainer, last = self._model.trainer, self._model.max_steps
+        if trainer.learning_rate_schedule == "constant" or last is None:
+            return 1.0
+        first, final = trainer.warmup_steps, trainer.final_learning_rate_ratio
+        progress = min(1.0, max(0.0, (step - first) / max(1, last - first)))
+        if trainer.learning_rate_schedule == "linear":
+            return 1.0 - (1.0 - final) * progress
+        return final + (1.0 - final) * (1.0 + math.cos(math.pi * progress)) / 2
 
     def update(
         self, rows: Sequence[Row], *, step: int, between_passes: Callable[[], None] = lambda: None

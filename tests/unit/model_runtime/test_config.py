@@ -182,6 +182,10 @@ BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
         [((*FIRST, "async_training", "strict_on_policy"), True)],
         ["multi_model.models[0].async_training", "trigger_parameter_sync_step: 1", "got 4 and 0.5"],
     ),
+    "a falling learning rate without an end": (
+        [((*FIRST, "trainer", "learning_rate_schedule"), "linear")],
+        ["multi_model.models[0]", "learning_rate_schedule 'linear'", "needs max_steps"],
+    ),
     "store scheme": ([(("store", "url"), "gs://b/x")], ["store.url", "got 'gs://b/x'", "s3://bucket/prefix"]),
     "store bucket": ([(("store", "url"), "s3:///x")], ["store.url", "got 's3:///x'", "names no bucket"]),
     "workflow function": (

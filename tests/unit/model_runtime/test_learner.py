@@ -217,6 +217,17 @@ def test_the_learning_rate_warms_up_and_stays(base):
     assert learner(base).learning_rate(1) == 5e-3
 
 
+@pytest.mark.parametrize(
+    ("schedule", "halfway"), [("constant", 1.0), ("linear", 0.6), ("cosine", 0.2 + 0.8 / 2)]
+)
+def test_the_learning_rate_follows_its_schedule_to_the_last_step(base, schedule, halfway):
+    trainer = {"warmup_steps": 2, "learning_rate_schedule": schedule, "final_learning_rate_ratio": 0.2}
+    trained = learner(base, max_steps=12, trainer=trainer)
+    share = [trained.learning_rate(step) / 5e-3 for step in (1, 2, 7, 12, 15)]
+    last = 1.0 if schedule == "constant" else 0.2
+    assert share == pytest.approx([0.5, 1.0, halfway, last, last])
+
+
 def test_a_batch_without_a_trained_token_changes_nothing(base):
     trained = learner(base)
     trained.update(rows(), step=1)
