@@ -197,13 +197,31 @@ class AsyncTrainingConfig(_Section):
 class ObjectiveConfig(_Section):
     """What a training step minimises."""
 
-    advantage: Literal["grpo"] = "grpo"
-    """A = (r − mean) / (std + 1e-6) over the members of a group, per agent (arXiv 2402.03300)."""
+    advantage: Literal[
+        "grpo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "grpo_passk",
+        "opo",
+        "gpg",
+        "gdpo",
+    ] = "grpo"
+    """How a reward becomes an advantage; formulas and papers in `model_runtime/advantages.py`. grpo:
+    A = (r − mean) / (std + 1e-6) over the members of a group. The last stage of reinforce_plus_plus,
+    reinforce_plus_plus_baseline, gpg and gdpo is taken over the whole batch."""
+    baseline_key: Literal["group_agent", "group"] = "group_agent"
+    """What is compared. group_agent: each agent with itself over a group's members. group: all agents of
+    the model together, one value per member (the mean where its agents' rewards differ)."""
+    reward_weights: dict[str, float] = Field(default={"reward": 1.0}, min_length=1)
+    """Components of the reward and their weights; the reward is their weighted sum, without components
+    that never came. gdpo normalises each on its own before it sums them."""
     reward_level: Literal["workflow", "agent"] = "workflow"
     """workflow: the execution's reward, broadcast to every agent. agent: each agent's own, where it has
     one, else the execution's."""
-    normalize_by_std: bool = True
-    """False: A = r − mean (Dr. GRPO, arXiv 2503.20783)."""
+    normalize_by_std: bool | Literal["batch"] = True
+    """For grpo, grpo_passk and gdpo. False: no division by the standard deviation (Dr. GRPO, arXiv
+    2503.20783). batch: by that of all rewards in the batch, grpo only."""
     negative_advantage_scale: float = Field(default=1.0, ge=0)
     """Factor on negative advantages. Below 1 it damps collapse on tiny models."""
     loss: Literal["ppo_clip"] = "ppo_clip"
@@ -221,6 +239,14 @@ class ObjectiveConfig(_Section):
     """Truncation of the token weights exp(old − behavior). None: no weights."""
     aggregation: Literal["token-mean"] = "token-mean"
     """Sum over tokens / number of tokens of the whole batch."""
+
+    @model_validator(mode="after")
+    def _advantage_settings_match(self) -> ObjectiveConfig:
+        if self.normalize_by_std == "batch" and self.advantage != "grpo":
+            raise ValueError(f"normalize_by_std: batch goes with advantage: grpo, not {self.advantage}")
+        if not any(self.reward_weights.values()):
+            raise ValueError("reward_weights: at least one component needs a weight other than 0")
+        return self
 
 
 class ModelConfig(_Section):

@@ -93,6 +93,22 @@ def test_what_is_not_built_yet_is_said() -> None:
 
 # What is wrong → path of the field, its value, what is allowed.
 BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
+    "unknown advantage": (
+        [((*FIRST, "objective"), {"advantage": "gae"})],
+        ["objective.advantage", "'gae'", "'grpo'", "'gdpo'"],
+    ),
+    "batch deviation of another estimator": (
+        [((*FIRST, "objective"), {"advantage": "rloo", "normalize_by_std": "batch"})],
+        ["objective: normalize_by_std: batch", "not rloo"],
+    ),
+    "no reward at all": (
+        [((*FIRST, "objective"), {"reward_weights": {"reward": 0}})],
+        ["objective: reward_weights", "other than 0"],
+    ),
+    "baseline per turn": (
+        [((*FIRST, "objective"), {"baseline_key": "group_agent_turn"})],
+        ["objective.baseline_key", "'group_agent_turn'", "'group_agent' or 'group'"],
+    ),
     "duplicate model id": (
         [((*FIRST, "model_id"), "solver_model")],
         ["multi_model.models", "model_id 'solver_model'", "more than once"],
