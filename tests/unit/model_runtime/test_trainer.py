@@ -254,7 +254,7 @@ def test_a_step_that_fails_is_reported_with_model_and_step(folder, monkeypatch):
     folder.write_groups(make_groups(2))
     folder.tell(published_version=UNBOUNDED)
     monkeypatch.setattr(
-        "model_runtime.learner.token_mean", lambda losses_T, num_tokens: losses_T.sum() * float("nan")
+        "model_runtime.objective.aggregated", lambda losses_T, *_, denominator: losses_T.sum() * float("nan")
     )
     assert train(folder) == 1
     status = folder.status()
@@ -266,7 +266,7 @@ def test_a_figure_that_is_not_finite_harms_neither_status_nor_rows(folder, monke
     folder.write_groups(make_groups(2))
     folder.tell(desired="drain", published_version=UNBOUNDED)
     monkeypatch.setattr(
-        "model_runtime.learner.correction_metrics", lambda *_, cap: {"rollout_corr/k3_kl": float("inf")}
+        "model_runtime.objective.correction_metrics", lambda *_: {"rollout_corr/k3_kl": float("inf")}
     )
     assert train(folder) == 0
     assert "rollout_corr/k3_kl" not in folder.status().last_metrics
