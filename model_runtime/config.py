@@ -286,9 +286,11 @@ class ObjectiveConfig(_Section):
     """Steepness of sapo's gate for positive advantages."""
     sapo_tau_negative: float = Field(default=1.05, gt=0)
     """Steepness of sapo's gate for the others."""
-    old_logprobs: Literal["behavior", "recomputed"] = "behavior"
+    old_logprobs: Literal["behavior", "recomputed", "proximal"] = "behavior"
     """behavior: the sampler's logprobs stand in for the old policy's (bypass). recomputed: the trainer's
-    own at the start of the update, with importance weights against the sampler's (decoupled)."""
+    own at the start of the update, with importance weights against the sampler's (decoupled). proximal:
+    decoupled too, but those of the last committed version, which stays the same for all steps of a sync
+    window; costs one more forward pass."""
     importance_weight_cap: float | None = Field(default=2.0, gt=0)
     """Truncation of the weights exp(old − behavior). None: no weights. With old_logprobs: behavior the
     ratio corrects already, and reinforce alone is weighed, by exp(current − behavior)."""

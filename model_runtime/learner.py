@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model_runtime.adapters import Tensors
 from model_runtime.batching import Row, micro_batches
 from model_runtime.checkpoints import Arrays
 from model_runtime.config import ModelConfig, TrainerConfig
@@ -62,9 +63,16 @@ class Learner:
         return trainer.learning_rate * min(1.0, step / max(1, trainer.warmup_steps))
 
     def update(
-        self, rows: Sequence[Row], *, step: int, between_passes: Callable[[], None] = lambda: None
+        self,
+        rows: Sequence[Row],
+        *,
+        step: int,
+        proximal: Tensors | None = None,
+        between_passes: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """One optimizer step on a batch; its figures by verl's names.
+
+        `proximal` is the adapter this sync window began with; only `old_logprobs: proximal` asks for it.
 
         `between_passes` is called before every forward pass; what it raises abandons the step with nothing
         applied. Raises TrainerError, with nothing applied, when loss or gradient is not finite.
@@ -81,7 +89,7 @@ class Learner:
             self._model.objective,
             rows,
             passes,
-            self._frozen_logprobs(passes, between_passes),
+            self._frozen_logprobs(passes, proximal, between_passes),
             scale_tokens=self._model.objective.aggregation_scale_tokens or self._model.max_response_tokens,
         )
         if not batch.num_kept_tokens:
@@ -122,7 +130,10 @@ class Learner:
 
     @torch.no_grad()
     def _frozen_logprobs(
-        self, passes: Sequence[Mapping[str, Tensor]], between_passes: Callable[[], None]
+        self,
+        passes: Sequence[Mapping[str, Tensor]],
+        proximal: Tensors | None,
+        between_passes: Callable[[], None],
     ) -> list[Frozen]:
         """What the objective needs to know of the whole batch beforehand, at a forward pass each."""
         objective = self._model.objective
@@ -136,7 +147,15 @@ class Learner:
 
         start: Sequence[Tensor | None] = [None] * len(passes)
         reference: Sequence[Tensor | None] = [None] * len(passes)
-        if needs_start(objective):
+        if objective.old_logprobs == "proximal":
+            if proximal is None:
+                raise TrainerError(
+                    f"{self._model.model_id}: old_logprobs is proximal, but the adapter that this sync "
+                    "window began with is no longer in the store"
+                )
+            with self.policy.holding(proximal):
+                start = forward()
+        elif needs_start(objective):
             start = forward()
         if objective.kl_coef:
             with self.policy.holding(self.policy.reference(objective.kl_reference)):

@@ -30,13 +30,16 @@ from model_runtime.losses import PolicyLoss, aggregated, kl_penalty, policy_loss
 class Frozen:
     """Logprobs of one pass's tokens that carry no gradient; None where the objective doesn't ask."""
 
-    start_T: Tensor | None = None  # the trainer's own at the start of the update
+    start_T: Tensor | None = None  # the trainer's own, which the sampler's are corrected to
     reference_T: Tensor | None = None  # what the KL is measured from
 
 
 def needs_start(objective: ObjectiveConfig) -> bool:
-    """Whether the whole batch's logprobs must be known before the first token is trained."""
-    return bool(objective.rejection) or (_weighs(objective) and objective.importance_weight_normalize)
+    """Whether the trainer's logprobs must be known before the first token is trained: with `proximal`
+    those of the version this sync window began with, else its current ones."""
+    if objective.old_logprobs == "proximal" or objective.rejection:
+        return True
+    return _weighs(objective) and objective.importance_weight_normalize
 
 
 def _weighs(objective: ObjectiveConfig) -> bool:
@@ -134,17 +137,19 @@ class BatchObjective:
         objective, t, row_T = self._objective, self._passes[index], self._rows[index]
         behavior_T, advantages_T = t["behavior_logprobs_T"], t["advantages_T"]
         reference_T = self._frozen[index].reference_T
-        self._remember(logprobs_T, behavior_T, row_T)
+        anchor_T = self._anchor(index, logprobs_T)
+        self._remember(anchor_T, behavior_T, row_T)
         weights_T = None
         if _weighs(objective):
-            weights_T = self._weights(logprobs_T.detach() - behavior_T, row_T) / self._weight_factor
+            weights_T = self._weights(anchor_T - behavior_T, row_T) / self._weight_factor
+        old_T = behavior_T if objective.old_logprobs == "behavior" else anchor_T
         if self._keep is not None:
             keep_T = self._keep[index]
             logprobs_T, entropy_T, row_T = logprobs_T[keep_T], entropy_T[keep_T], row_T[keep_T]
-            behavior_T, advantages_T = behavior_T[keep_T], advantages_T[keep_T]
+            behavior_T, advantages_T, old_T = behavior_T[keep_T], advantages_T[keep_T], old_T[keep_T]
             weights_T = None if weights_T is None else weights_T[keep_T]
             reference_T = None if reference_T is None else reference_T[keep_T]
-        loss = self._policy_loss(logprobs_T, behavior_T, advantages_T, row_T, weights_T)
+        loss = self._policy_loss(logprobs_T, old_T, behavior_T, advantages_T, row_T, weights_T)
         weight_T = self._weight_B[row_T]
         self._seen.losses.append(_detached(loss))
         self._seen.weight.append(weight_T)
@@ -158,18 +163,25 @@ class BatchObjective:
             losses_T = losses_T + objective.kl_coef * kl_T
         return aggregated(losses_T, weight_T, denominator=self._weighing.denominator)
 
+    def _anchor(self, index: int, logprobs_T: Tensor) -> Tensor:
+        """The trainer's logprobs that stand for the old policy. One optimizer step is made per batch, so
+        unless they are the proximal policy's they are the current ones: their ratio is exactly 1."""
+        if self._objective.old_logprobs != "proximal":
+            return logprobs_T.detach()
+        start_T = self._frozen[index].start_T
+        assert start_T is not None
+        return start_T
+
     def _policy_loss(
         self,
         logprobs_T: Tensor,
+        old_T: Tensor,
         behavior_T: Tensor,
         advantages_T: Tensor,
         row_T: Tensor,
         weights_T: Tensor | None,
     ) -> PolicyLoss:
-        """One optimizer step is made per batch, so the policy at the start of the update is the policy
-        itself: its logprobs, detached, are the recomputed old ones."""
         objective = self._objective
-        old_T = logprobs_T.detach() if objective.old_logprobs == "recomputed" else behavior_T
         place = {"row_T": row_T, "num_rows": self._num_rows}
         loss = policy_loss(logprobs_T, old_T, advantages_T, objective, **place)
         losses_T = loss.losses_T

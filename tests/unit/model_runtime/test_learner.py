@@ -180,6 +180,19 @@ def test_the_base_as_reference_is_the_model_without_its_adapter(base, tmp_path):
     assert trained.update(rows(), step=1)["actor/kl_loss"] > 1e-4
 
 
+def test_the_proximal_policy_stays_while_the_policy_moves(base):
+    trained = learner(base, objective={"old_logprobs": "proximal", "importance_weight_cap": None})
+    window, batch = trained.policy.tensors(), rows()
+    first = trained.update(batch, step=1, proximal=window)
+    assert first["actor/ppo_kl"] == pytest.approx(0, abs=1e-7)
+    second = trained.update(batch, step=2, proximal=window)
+    assert abs(second["actor/ppo_kl"]) > 1e-5
+    # What is compared with the sampler is the proximal policy, which has not moved.
+    assert second["rollout_corr/kl"] == pytest.approx(first["rollout_corr/kl"], abs=1e-6)
+    with pytest.raises(TrainerError, match="no longer in the store"):
+        trained.update(batch, step=3)
+
+
 def test_an_entropy_bonus_keeps_the_policy_wider(base):
     def entropy(coefficient):
         trained = learner(base, objective={"entropy_coef": coefficient})

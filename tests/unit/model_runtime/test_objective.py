@@ -38,6 +38,7 @@ EXTRAS = {
         "importance_weight_floor": 0.5,
     },
     "kl and entropy": {"kl_coef": 0.3, "kl_penalty": "k3+", "entropy_coef": 0.1},
+    "proximal": {"old_logprobs": "proximal"},
     "masking": {"off_policy_mask_threshold": 0.05},
 }
 
@@ -158,7 +159,9 @@ def weights(rows, **options):
         ({"importance_weight_level": "sequence"}, {"level": "sequence", "cap": 2.0}),
     ],
 )
-@pytest.mark.parametrize("mode", [{"old_logprobs": "recomputed"}, {"loss": "reinforce"}])
+@pytest.mark.parametrize(
+    "mode", [{"old_logprobs": "recomputed"}, {"old_logprobs": "proximal"}, {"loss": "reinforce"}]
+)
 def test_decoupled_losses_and_reinforce_are_weighed(setting, options, mode):
     rows = make_rows([[1] * 5, [1] * 3])
     objective = ObjectiveConfig(**setting, **mode)

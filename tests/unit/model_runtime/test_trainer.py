@@ -339,6 +339,35 @@ def test_a_crash_at_any_write_changes_nothing_in_the_end(folder, monkeypatch, un
     assert outcome(folder) == undisturbed
 
 
+def test_a_crash_changes_nothing_for_an_objective_with_references_and_a_whole_batch_advantage(
+    tmp_path, base, monkeypatch
+):
+    objective = {
+        "advantage": "reinforce_plus_plus_baseline",
+        "loss": "cispo",
+        "aggregation": "session-balanced",
+        "old_logprobs": "proximal",
+        "kl_coef": 0.1,
+        "rejection": [{"statistic": "token_k1", "high": 20.0}],
+    }
+    outcomes = []
+    for name, number in (("undisturbed", None), ("crashed", 14)):
+        folder = TrainingFolder(tmp_path / name, base, model={"objective": objective})
+        folder.write_groups(make_groups(8))
+        folder.tell(desired="drain", published_version=UNBOUNDED)
+        if number is not None:
+            with monkeypatch.context() as patch:
+                crash_at_write(patch, number, after=True)
+                with pytest.raises(Killed):
+                    train(folder)
+            folder.epoch = 2
+        assert train(folder) == 0
+        outcomes.append(outcome(folder))
+    assert outcomes[0] == outcomes[1]
+    assert folder.status().step == 4
+    assert folder.status().last_metrics["actor/kl_loss"] > 0
+
+
 def test_versions_of_a_lost_future_keep_their_numbers(folder, monkeypatch):
     """Replaying steps whose versions are committed already commits nothing anew."""
     folder.write_groups(make_groups(12))
