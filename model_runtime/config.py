@@ -259,7 +259,8 @@ class ObjectiveConfig(_Section):
     the model together, one value per member (the mean where its agents' rewards differ)."""
     reward_weights: dict[str, float] = Field(default={"reward": 1.0}, min_length=1)
     """Components of the reward and their weights; the reward is their weighted sum, without components
-    that never came. gdpo normalises each on its own before it sums them."""
+    that never came. gdpo normalises each on its own before it sums them. `workflow:<name>` and
+    `agent:<name>` are that level's component alone; a plain name is looked up as reward_level says."""
     reward_level: Literal["workflow", "agent"] = "workflow"
     """workflow: the execution's reward, broadcast to every agent. agent: each agent's own, where it has
     one, else the execution's."""
@@ -331,6 +332,15 @@ class ObjectiveConfig(_Section):
                 f"importance_weight_floor {floor} needs an importance_weight_cap above it, not {cap}"
             )
         return self
+
+    @field_validator("reward_weights")
+    @classmethod
+    def _known_levels(cls, weights: dict[str, float]) -> dict[str, float]:
+        for component in weights:
+            scope, colon, name = component.rpartition(":")
+            if not name or (colon and scope not in ("workflow", "agent")):
+                raise ValueError(f"{component!r} must read `name`, `workflow:name` or `agent:name`")
+        return weights
 
     @model_validator(mode="after")
     def _advantage_settings_match(self) -> ObjectiveConfig:

@@ -81,12 +81,16 @@ class LogRow:
 def reward_of(
     trajectory: Trajectory, level: Literal["workflow", "agent"], component: str = DEFAULT_COMPONENT
 ) -> float | None:
-    """One component of the reward the objective compares; None when it never came."""
-    if level == "agent":
-        own = trajectory.agent_rewards.get(component)
-        if own is not None:
+    """One component of the reward the objective compares; None when it never came.
+
+    `workflow:<name>` and `agent:<name>` are that level's alone; a plain name is looked up as `level` says.
+    """
+    scope, _, name = component.rpartition(":")
+    if (scope or level) == "agent":
+        own = trajectory.agent_rewards.get(name)
+        if own is not None or scope:
             return own
-    return trajectory.workflow_rewards.get(component)
+    return trajectory.workflow_rewards.get(name)
 
 
 def _weighted_sum(components: Sequence[float | None], weights: Iterable[float]) -> float | None:

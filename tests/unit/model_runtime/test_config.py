@@ -131,6 +131,10 @@ BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
         [((*FIRST, "objective"), {"rejection": [{"statistic": "token_k1", "high": 0.5}]})],
         ["objective.rejection[0]: token_k1: low is above high 0.5"],
     ),
+    "reward of a level there is not": (
+        [((*FIRST, "objective"), {"reward_weights": {"turn:reward": 1}})],
+        ["objective.reward_weights: 'turn:reward' must read", "`agent:name`"],
+    ),
     "baseline per turn": (
         [((*FIRST, "objective"), {"baseline_key": "group_agent_turn"})],
         ["objective.baseline_key", "'group_agent_turn'", "'group_agent' or 'group'"],

@@ -221,3 +221,14 @@ def test_opo_weighs_a_member_by_all_tokens_it_sampled():
     short = [make_trajectory(member_index=1, group_size=2, reward=0.0)]
     verdict = _judged(objective, long, short)
     assert math.isclose(verdict.advantages[short[0].trajectory_id], -0.75)
+
+
+def test_components_of_workflow_and_agent_are_mixed_by_their_weights():
+    objective = ObjectiveConfig(
+        reward_weights={"workflow:reward": 1.0, "agent:reward": 0.5}, normalize_by_std=False
+    )
+    shared, own = {"workflow_rewards": {"reward": 1.0}}, {"agent_rewards": {"reward": 1.0}}
+    both = make_trajectory(member_index=0, group_size=2, **shared, **own)
+    one = make_trajectory(member_index=1, group_size=2, **shared)
+    verdict = _judged(objective, [both], [one])
+    assert verdict.advantages == {both.trajectory_id: 0.25, one.trajectory_id: -0.25}
