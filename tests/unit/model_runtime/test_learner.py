@@ -15,6 +15,7 @@ from model_runtime.config import ModelConfig
 from model_runtime.errors import ConfigError, TrainerError
 from model_runtime.learner import Learner, prepare_torch
 from model_runtime.policy import Policy, canary_prompts, make_canary
+from tests.fakes import make_trajectory
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE, make_adapter, make_model, reference_logprobs
 from tests.training_log import sampled_row
 
@@ -153,6 +154,26 @@ def test_the_gradient_does_not_depend_on_the_split(base, micro_batch_tokens):
 def test_no_objectives_gradient_depends_on_the_split(base, objective):
     whole = gradient(base, rows(), 100_000, objective=objective)
     split = gradient(base, rows(), 64, objective=objective)
+    assert whole.norm() > 0
+    assert ((split - whole).norm() / whole.norm()).item() < 1e-5
+
+
+def row_of_mask(mask, **fields):
+    ids = (np.arange(len(mask)) % 381 + 3).astype(np.int32)
+    trajectory = make_trajectory(mask=mask, response_ids=ids, **fields)
+    return SimpleNamespace(trajectory=trajectory, advantage=1.0, loss_mask=trajectory.response_mask)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "gmpo"])
+def test_nor_does_it_with_the_longest_row_a_single_token_and_one_that_has_aged_out(base, loss):
+    longest = row_of_mask([1] * (2048 - 3))  # with its prompt: all positions the model has
+    aged = row_of_mask([1] * 5, member_index=1)
+    aged.loss_mask = np.zeros_like(aged.loss_mask)
+    batch = [longest, row_of_mask([1], member_index=2), aged, *rows(3)]
+    batch[1].advantage = -1.0
+    objective = {"loss": loss, "aggregation": "seq-mean-token-mean"}
+    whole = gradient(base, batch, 100_000, objective=objective)
+    split = gradient(base, batch, 64, objective=objective)
     assert whole.norm() > 0
     assert ((split - whole).norm() / whole.norm()).item() < 1e-5
 
