@@ -10,7 +10,7 @@ import numpy as np
 from model_runtime.groups import Group
 
 if TYPE_CHECKING:
-    from model_runtime.training_queue import TrainingRow
+    from model_runtime.batch_rows import TrainingRow
 
 
 def batch_metrics(
@@ -22,16 +22,18 @@ def batch_metrics(
     metrics["batch/num_groups_closed_untrained"] = float(len(closed))
     metrics |= _agent_metrics([*groups, *closed])
     if rows:
-        metrics |= _row_metrics(rows, published_version)
+        metrics |= _row_metrics(rows, published_version) | _agent_row_metrics(rows)
     return metrics
 
 
 def _agent_metrics(groups: Iterable[Group]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     flat: dict[str, list[bool]] = {}
+    few: dict[str, list[bool]] = {}
     for group in groups:
         for baseline in group.verdict.baselines if group.verdict else ():
             values.setdefault(baseline.agent_id, []).extend(baseline.values)
+            few.setdefault(baseline.agent_id, []).append(baseline.excluded == "too_few_values")
             if baseline.excluded != "too_few_values":
                 flat.setdefault(baseline.agent_id, []).append(baseline.excluded == "zero_variance")
     metrics: dict[str, float] = {}
@@ -39,9 +41,24 @@ def _agent_metrics(groups: Iterable[Group]) -> dict[str, float]:
         if rewards:
             metrics[f"agent/{agent_id}/reward/mean"] = float(np.mean(rewards))
             metrics[f"agent/{agent_id}/reward/std"] = float(np.std(rewards))
-    metrics |= {
-        f"agent/{agent_id}/zero_variance_share": float(np.mean(f)) for agent_id, f in sorted(flat.items())
-    }
+    for agent_id, of_groups in sorted(flat.items()):
+        metrics[f"agent/{agent_id}/zero_variance_share"] = float(np.mean(of_groups))
+    for agent_id, of_groups in sorted(few.items()):
+        metrics[f"agent/{agent_id}/too_few_values"] = float(sum(of_groups))
+    return metrics
+
+
+def _agent_row_metrics(rows: Sequence[TrainingRow]) -> dict[str, float]:
+    """Per agent: how far its advantages spread, and model calls per execution that was trained."""
+    by_agent: dict[str, list[TrainingRow]] = {}
+    for row in rows:
+        by_agent.setdefault(row.trajectory.agent_id, []).append(row)
+    metrics: dict[str, float] = {}
+    for agent_id, own in sorted(by_agent.items()):
+        executions = {(r.trajectory.member.group_id, r.trajectory.member.member_index) for r in own}
+        num_calls = sum(len(r.trajectory.turns) for r in own)
+        metrics[f"agent/{agent_id}/advantage/std"] = float(np.std([r.advantage for r in own]))
+        metrics[f"agent/{agent_id}/calls"] = num_calls / len(executions)
     return metrics
 
 

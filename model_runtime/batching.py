@@ -44,6 +44,7 @@ class MicroBatch:
     """
 
     input_ids_BL: Int64Array
+    batch_row_B: Int64Array  # place of each row in the whole batch
     row_T: Int64Array  # row in this micro-batch
     position_T: Int64Array
     target_T: Int64Array
@@ -75,7 +76,8 @@ def micro_batches(rows: Sequence[Row], *, micro_batch_tokens: int) -> list[Micro
     while start < len(order):
         longest = lengths[order[start]]
         count = max(1, micro_batch_tokens // longest)
-        passes.append(_pad([rows[i] for i in order[start : start + count]], longest))
+        places = order[start : start + count]
+        passes.append(_pad([rows[i] for i in places], places, longest))
         start += count
     return passes
 
@@ -91,7 +93,7 @@ def _num_inputs(row: Row) -> int:
     return len(row.trajectory.prompt_ids) + int(trained[-1]) if len(trained) else 0
 
 
-def _pad(rows: Sequence[Row], length: int) -> MicroBatch:
+def _pad(rows: Sequence[Row], places: Sequence[int], length: int) -> MicroBatch:
     input_ids_BL = np.zeros((len(rows), length), dtype=np.int64)
     parts: list[tuple[npt.NDArray, ...]] = []
     for b, row in enumerate(rows):
@@ -113,7 +115,10 @@ def _pad(rows: Sequence[Row], length: int) -> MicroBatch:
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     row_T, position_T, target_T = (column.astype(np.int64) for column in columns[:3])
     temperature_T, behavior_T, advantages_T = (column.astype(np.float32) for column in columns[3:])
-    return MicroBatch(input_ids_BL, row_T, position_T, target_T, temperature_T, behavior_T, advantages_T)
+    batch_row_B = np.asarray(places, dtype=np.int64)
+    return MicroBatch(
+        input_ids_BL, batch_row_B, row_T, position_T, target_T, temperature_T, behavior_T, advantages_T
+    )
 
 
 def temperatures(trajectory: Trajectory) -> Float32Array:

@@ -103,7 +103,12 @@ class _Count:
             if fate is not None:
                 self._where[fate] += 1
                 continue
-            row = LogRow.of(trajectory, position, reward_level=self._objective.reward_level)
+            row = LogRow.of(
+                trajectory,
+                position,
+                reward_level=self._objective.reward_level,
+                reward_weights=self._objective.reward_weights,
+            )
             row.trajectory = None
             left[trajectory.member].append(row)
         for settlement in shard.settlements:

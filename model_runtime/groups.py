@@ -7,9 +7,12 @@ what other attempts left behind is dropped.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
 
 from model_runtime.advantages import group_advantages
 from model_runtime.config import ObjectiveConfig
@@ -17,6 +20,8 @@ from model_runtime.log_reader import Position
 from model_runtime.types import DEFAULT_COMPONENT, MemberKey, Settlement, Trajectory
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_WEIGHTS: Mapping[str, float] = {DEFAULT_COMPONENT: 1.0}
 
 ClosedReason = Literal[
     "no_rows", "too_few_values", "zero_variance", "cancelled", "aged_out", "not_for_training"
@@ -32,7 +37,9 @@ class LogRow:
     member: MemberKey
     agent_id: str
     chain_index: int
-    reward: float | None
+    reward: float | None  # the weighted sum of the components that came
+    components: tuple[float | None, ...]  # in the order of the configured weights
+    num_sampled_tokens: int
     train: bool
     policy_version: int
     policy_version_max: int
@@ -41,15 +48,23 @@ class LogRow:
 
     @classmethod
     def of(
-        cls, trajectory: Trajectory, position: Position, *, reward_level: Literal["workflow", "agent"]
+        cls,
+        trajectory: Trajectory,
+        position: Position,
+        *,
+        reward_level: Literal["workflow", "agent"],
+        reward_weights: Mapping[str, float] = DEFAULT_WEIGHTS,
     ) -> LogRow:
+        components = tuple(reward_of(trajectory, reward_level, name) for name in reward_weights)
         return cls(
             trajectory_id=trajectory.trajectory_id,
             position=position,
             member=trajectory.member,
             agent_id=trajectory.agent_id,
             chain_index=trajectory.chain_index,
-            reward=reward_of(trajectory, reward_level),
+            reward=_weighted_sum(components, reward_weights.values()),
+            components=components,
+            num_sampled_tokens=trajectory.num_sampled_tokens,
             train=trajectory.train,
             policy_version=trajectory.policy_version,
             policy_version_max=trajectory.policy_version_max,
@@ -63,13 +78,25 @@ class LogRow:
         return self.member.member_index, self.agent_id, self.chain_index
 
 
-def reward_of(trajectory: Trajectory, level: Literal["workflow", "agent"]) -> float | None:
-    """The reward the objective compares; None when it never came."""
-    if level == "agent":
-        own = trajectory.agent_rewards.get(DEFAULT_COMPONENT)
-        if own is not None:
+def reward_of(
+    trajectory: Trajectory, level: Literal["workflow", "agent"], component: str = DEFAULT_COMPONENT
+) -> float | None:
+    """One component of the reward the objective compares; None when it never came.
+
+    `workflow:<name>` and `agent:<name>` are that level's alone; a plain name is looked up as `level` says.
+    """
+    scope, _, name = component.rpartition(":")
+    if (scope or level) == "agent":
+        own = trajectory.agent_rewards.get(name)
+        if own is not None or scope:
             return own
-    return trajectory.workflow_rewards.get(DEFAULT_COMPONENT)
+    return trajectory.workflow_rewards.get(name)
+
+
+def _weighted_sum(components: Sequence[float | None], weights: Iterable[float]) -> float | None:
+    """None when no component came; components that didn't are left out, as in TRL."""
+    parts = [w * value for value, w in zip(components, weights, strict=True) if value is not None]
+    return sum(parts) if parts else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,37 +140,88 @@ class Group:
 
 
 def judge(group: Group, objective: ObjectiveConfig) -> Verdict:
-    """Advantages of a complete group: one baseline per agent, one value per member however many chains
-    its work split into. A missing reward is no value; it is not 0."""
+    """Advantages of a complete group: one baseline per agent (or one for all, by `baseline_key`), one
+    value per member however many chains its work split into. A missing reward is no value; it is not 0.
+
+    Where the estimator needs the batch, these are what `advantages.batch_advantages` goes on with.
+    """
     advantages: dict[str, float] = {}
     excluded: dict[str, str] = {}
-    baselines = []
-    for agent_id, rows in _by_agent(group.rows).items():
-        values: dict[int, float] = {}
+    baselines: list[AgentBaseline] = []
+    for rows in _compared(group.rows, objective):
+        usable: list[LogRow] = []
         for row in sorted(rows, key=lambda r: r.order):
             if not row.train:
                 excluded[row.trajectory_id] = "not_for_training"
             elif row.reward is None:
                 excluded[row.trajectory_id] = "missing_reward"
             else:
-                values.setdefault(row.member.member_index, row.reward)
-        taught = group_advantages(
-            list(values.values()),
-            normalize_by_std=objective.normalize_by_std,
-            negative_scale=objective.negative_advantage_scale,
-        )
+                usable.append(row)
+        taught = _advantages_by_member(usable, objective)
         no_baseline = taught if isinstance(taught, str) else None
-        baselines.append(AgentBaseline(agent_id, tuple(values.values()), no_baseline))
-        of_member = {} if isinstance(taught, str) else dict(zip(values, taught.tolist(), strict=True))
-        for row in rows:
-            if row.trajectory_id in excluded:
-                continue
-            if no_baseline is not None:
-                excluded[row.trajectory_id] = no_baseline
-            else:
-                advantages[row.trajectory_id] = of_member[row.member.member_index]
+        for agent_id, own in _by_agent(rows).items():
+            values = _values_by_member([row for row in usable if row.agent_id == agent_id])
+            baselines.append(AgentBaseline(agent_id, tuple(values.values()), no_baseline))
+            for row in own:
+                if row.trajectory_id in excluded:
+                    continue
+                if isinstance(taught, str):
+                    excluded[row.trajectory_id] = taught
+                else:
+                    advantages[row.trajectory_id] = taught[row.member.member_index]
     reason = None if advantages else _closed_reason(group, set(excluded.values()))
     return Verdict(advantages, excluded, tuple(baselines), reason)
+
+
+def _compared(rows: Sequence[LogRow], objective: ObjectiveConfig) -> list[list[LogRow]]:
+    """Rows that share a baseline."""
+    if objective.baseline_key == "group":
+        return [list(rows)] if rows else []
+    return list(_by_agent(rows).values())
+
+
+def _values_by_member(rows: Sequence[LogRow]) -> dict[int, float]:
+    """member → its first row's reward: all chains of one agent have the same."""
+    values: dict[int, float] = {}
+    for row in rows:
+        assert row.reward is not None
+        values.setdefault(row.member.member_index, row.reward)
+    return values
+
+
+def _advantages_by_member(
+    rows: Sequence[LogRow], objective: ObjectiveConfig
+) -> dict[int, float] | Literal["too_few_values", "zero_variance"]:
+    """One value per member: its reward, or the mean over its agents where they share a baseline."""
+    of_member: dict[int, dict[str, LogRow]] = {}
+    num_tokens: dict[int, int] = {}
+    for row in rows:
+        member = row.member.member_index
+        of_member.setdefault(member, {}).setdefault(row.agent_id, row)
+        num_tokens[member] = num_tokens.get(member, 0) + row.num_sampled_tokens
+    by_component = objective.advantage == "gdpo"
+    values = [_member_value(list(own.values()), by_component=by_component) for own in of_member.values()]
+    taught = group_advantages(
+        np.asarray(values, dtype=np.float64),
+        estimator=objective.advantage,
+        normalize_by_std=objective.normalize_by_std,
+        negative_scale=objective.negative_advantage_scale,
+        num_tokens=[num_tokens[member] for member in of_member],
+        weights=list(objective.reward_weights.values()),
+    )
+    return taught if isinstance(taught, str) else dict(zip(of_member, taught.tolist(), strict=True))
+
+
+def _member_value(rows: Sequence[LogRow], *, by_component: bool) -> float | list[float]:
+    if not by_component:
+        return _mean([row.reward for row in rows])
+    return [_mean([row.components[k] for row in rows]) for k in range(len(rows[0].components))]
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    """Of what came; NaN when nothing did. One value is returned as it is."""
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else math.nan
 
 
 def _by_agent(rows: Sequence[LogRow]) -> dict[str, list[LogRow]]:

@@ -6,18 +6,18 @@ import math
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from model_runtime.batching import MicroBatch, Row, micro_batches, num_trained_tokens
+from model_runtime.adapters import Tensors
+from model_runtime.batching import Row, micro_batches
 from model_runtime.checkpoints import Arrays
 from model_runtime.config import ModelConfig, TrainerConfig
 from model_runtime.errors import ConfigError, TrainerError
-from model_runtime.losses import PolicyLoss, correction_metrics, policy_loss, policy_metrics, token_mean
+from model_runtime.objective import BatchObjective, Frozen, needs_start
 from model_runtime.policy import Policy
 
 _OPTIMIZER_FIELDS = ("step", "exp_avg", "exp_avg_sq")
@@ -41,34 +41,6 @@ def prepare_torch(trainer: TrainerConfig, *, model_id: str, gpu_ids: Sequence[in
     if trainer.gpu_memory_fraction is not None:
         torch.cuda.set_per_process_memory_fraction(trainer.gpu_memory_fraction)
     return torch.device("cuda", 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """What is kept of the trained tokens of one or more forward passes; no gradients."""
-
-    loss: PolicyLoss
-    logprobs_T: Tensor
-    behavior_logprobs_T: Tensor
-    entropy_T: Tensor
-
-    @classmethod
-    def joined(cls, parts: Sequence[_Tokens]) -> _Tokens:
-        def join(of: Callable[[_Tokens], Tensor]) -> Tensor:
-            return torch.cat([of(part) for part in parts])
-
-        loss = PolicyLoss(
-            losses_T=join(lambda p: p.loss.losses_T),
-            clipped_T=join(lambda p: p.loss.clipped_T),
-            clipped_lower_T=join(lambda p: p.loss.clipped_lower_T),
-            log_ratio_T=join(lambda p: p.loss.log_ratio_T),
-        )
-        return cls(
-            loss,
-            join(lambda p: p.logprobs_T),
-            join(lambda p: p.behavior_logprobs_T),
-            join(lambda p: p.entropy_T),
-        )
 
 
 class Learner:
@@ -103,24 +75,46 @@ class Learner:
         return final + (1.0 - final) * (1.0 + math.cos(math.pi * progress)) / 2
 
     def update(
-        self, rows: Sequence[Row], *, step: int, between_passes: Callable[[], None] = lambda: None
+        self,
+        rows: Sequence[Row],
+        *,
+        step: int,
+        proximal: Tensors | None = None,
+        between_passes: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """One optimizer step on a batch; its figures by verl's names.
+
+        `proximal` is the adapter this sync window began with; only `old_logprobs: proximal` asks for it.
 
         `between_passes` is called before every forward pass; what it raises abandons the step with nothing
         applied. Raises TrainerError, with nothing applied, when loss or gradient is not finite.
         """
-        passes = micro_batches(rows, micro_batch_tokens=self._model.trainer.micro_batch_tokens)
+        rows = [row for row in rows if row.loss_mask.any()]
+        passes = [
+            micro_batch.tensors(self.policy.device)
+            for micro_batch in micro_batches(rows, micro_batch_tokens=self._model.trainer.micro_batch_tokens)
+        ]
         if not passes:
             return {}
         self._optimizer.zero_grad(set_to_none=True)
-        num_tokens = num_trained_tokens(rows)
-        parts = []
-        for micro_batch in passes:
-            between_passes()
-            parts.append(self._backward(micro_batch, num_tokens))
-        tokens = _Tokens.joined(parts)
-        loss = token_mean(tokens.loss.losses_T, num_tokens=num_tokens).item()
+        batch = BatchObjective(
+            self._model.objective,
+            rows,
+            passes,
+            self._frozen_logprobs(passes, proximal, between_passes),
+            scale_tokens=self._model.objective.aggregation_scale_tokens or self._model.max_response_tokens,
+        )
+        if not batch.num_kept_tokens:
+            return batch.metrics()
+        for index, t in enumerate(passes):
+            if not batch.is_rejected(index):
+                between_passes()
+                logprobs_T, entropy_T = self._logprobs(t)
+                batch.add(index, logprobs_T, entropy_T).backward()
+        return self._step(batch, step)
+
+    def _step(self, batch: BatchObjective, step: int) -> dict[str, float]:
+        loss = batch.pg_loss()
         grad_norm = torch.nn.utils.clip_grad_norm_(
             self.policy.parameters.values(), self._model.trainer.max_grad_norm
         ).item()
@@ -133,30 +127,52 @@ class Learner:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
-        return {
-            "actor/pg_loss": loss,
-            "actor/grad_norm": grad_norm,
-            "actor/lr": learning_rate,
-            "actor/entropy": tokens.entropy_T.mean().item(),
-            **policy_metrics(tokens.loss),
-            **correction_metrics(
-                tokens.logprobs_T, tokens.behavior_logprobs_T, cap=self._model.objective.importance_weight_cap
-            ),
-        }
+        figures = {"actor/pg_loss": loss, "actor/grad_norm": grad_norm, "actor/lr": learning_rate}
+        return figures | batch.metrics()
 
-    def _backward(self, micro_batch: MicroBatch, num_tokens: int) -> _Tokens:
-        """Add this pass's share of the batch's gradient."""
-        t = micro_batch.tensors(self.policy.device)
-        logprobs_T, entropy_T = self.policy.logprobs(
-            t["input_ids_BL"], t["row_T"], t["position_T"], t["target_T"], t["temperature_T"]
+    def _logprobs(self, t: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.policy.logprobs(
+            t["input_ids_BL"],
+            t["row_T"],
+            t["position_T"],
+            t["target_T"],
+            t["temperature_T"],
+            entropy_gradient=self._model.objective.entropy_coef > 0,
         )
-        behavior_T = t["behavior_logprobs_T"]
-        loss = policy_loss(logprobs_T, behavior_T, t["advantages_T"], self._model.objective)
-        token_mean(loss.losses_T, num_tokens=num_tokens).backward()
-        kept = PolicyLoss(
-            loss.losses_T.detach(), loss.clipped_T, loss.clipped_lower_T.detach(), loss.log_ratio_T
-        )
-        return _Tokens(kept, logprobs_T.detach(), behavior_T, entropy_T)
+
+    @torch.no_grad()
+    def _frozen_logprobs(
+        self,
+        passes: Sequence[Mapping[str, Tensor]],
+        proximal: Tensors | None,
+        between_passes: Callable[[], None],
+    ) -> list[Frozen]:
+        """What the objective needs to know of the whole batch beforehand, at a forward pass each."""
+        objective = self._model.objective
+
+        def forward() -> list[Tensor]:
+            found = []
+            for t in passes:
+                between_passes()
+                found.append(self._logprobs(t)[0])
+            return found
+
+        start: Sequence[Tensor | None] = [None] * len(passes)
+        reference: Sequence[Tensor | None] = [None] * len(passes)
+        if objective.old_logprobs == "proximal":
+            if proximal is None:
+                raise TrainerError(
+                    f"{self._model.model_id}: old_logprobs is proximal, but the adapter that this sync "
+                    "window began with is no longer in the store"
+                )
+            with self.policy.holding(proximal):
+                start = forward()
+        elif needs_start(objective):
+            start = forward()
+        if objective.kl_coef:
+            with self.policy.holding(self.policy.reference(objective.kl_reference)):
+                reference = forward()
+        return [Frozen(*parts) for parts in zip(start, reference, strict=True)]
 
     # ------------------------------------------------------------------ state
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -62,6 +63,7 @@ class Policy:
         }
         self._selection: tuple[Tensor, Tensor] | None = None
         self._model.get_output_embeddings().register_forward_pre_hook(self._keep_selected)
+        self._start = start
         if start is not None:
             self.load(start)
 
@@ -75,11 +77,18 @@ class Policy:
         return self._model.get_input_embeddings().num_embeddings
 
     def logprobs(
-        self, input_ids_BL: Tensor, row_T: Tensor, position_T: Tensor, target_T: Tensor, temperature_T: Tensor
+        self,
+        input_ids_BL: Tensor,
+        row_T: Tensor,
+        position_T: Tensor,
+        target_T: Tensor,
+        temperature_T: Tensor,
+        *,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """(logprob, entropy) of each target token, predicted at (row, position). See MicroBatch."""
         logits_TV = self._logits(input_ids_BL, row_T, position_T)
-        return token_logprobs(logits_TV, target_T, temperature_T)
+        return token_logprobs(logits_TV, target_T, temperature_T, entropy_gradient=entropy_gradient)
 
     @torch.no_grad()
     def next_token_logprobs(self, prompt_ids: Sequence[int]) -> np.ndarray:
@@ -106,6 +115,24 @@ class Policy:
             )
         for name, parameter in self._parameters.items():
             parameter.copy_(torch.from_numpy(np.asarray(tensors[name])))
+
+    @contextmanager
+    def holding(self, tensors: Tensors) -> Iterator[None]:
+        """Another adapter for the time being. No forward pass from before may be waiting for its backward
+        pass: the values change in place."""
+        current = self.tensors()
+        self.load(tensors)
+        try:
+            yield
+        finally:
+            self.load(current)
+
+    def reference(self, kind: Literal["start", "base"]) -> Tensors:
+        """The adapter this run started from, or one that changes nothing: the base without a second copy
+        of it."""
+        if kind == "start" and self._start is not None:
+            return self._start
+        return {name: np.zeros_like(t) if ".lora_B." in name else t for name, t in self.tensors().items()}
 
     def adapter_files(self) -> AdapterFiles:
         """The adapter as PEFT and vLLM read it."""

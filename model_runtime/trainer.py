@@ -122,7 +122,12 @@ class FullyAsyncTrainer:
                 return self._finish(batch)
             self._journal(batch)
             waited = time.monotonic() - began
-            metrics = self._learner.update(batch.rows, step=batch.step, between_passes=self._obey)
+            metrics = self._learner.update(
+                batch.rows,
+                step=batch.step,
+                proximal=self._version_tensors,
+                between_passes=self._obey,
+            )
             self._consume(batch)
             self._note(batch, metrics, waited_s=waited, step_s=time.monotonic() - began)
             self._commit_if_due()

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from model_runtime.batch_metrics import batch_metrics
+from model_runtime.batch_rows import TrainingRow, with_batch_advantages
 from model_runtime.config import ModelConfig
 from model_runtime.documents import BatchDocument, BatchRow, CheckpointDocument, ClosedGroup
 from model_runtime.errors import CorruptObjectError
@@ -23,22 +24,12 @@ from model_runtime.log_reader import ConsumptionLedger, LogReader, Position, occ
 from model_runtime.protocol import QueueReport
 from model_runtime.staleness import StalenessBound
 from model_runtime.store import Store
-from model_runtime.types import Int8Array, MemberKey, Shard, Trajectory
+from model_runtime.types import MemberKey, Shard, Trajectory
 
 # The share of settled groups that feed this model moves by a tenth with each group. It never reaches 0:
 # admission divides its room by it.
 _SHARE_MEMORY = 0.9
 _LEAST_SHARE = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingRow:
-    """One trajectory of a batch. `loss_mask` is its response mask without tokens that have aged out."""
-
-    trajectory: Trajectory
-    reward: float
-    advantage: float
-    loss_mask: Int8Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +155,13 @@ class TrainingQueue:
         if seen:
             self._drops.append(_Drop(position, key, "duplicate"))
             return None
-        row = LogRow.of(trajectory, position, reward_level=self._model.objective.reward_level)
+        objective = self._model.objective
+        row = LogRow.of(
+            trajectory,
+            position,
+            reward_level=objective.reward_level,
+            reward_weights=objective.reward_weights,
+        )
         self._resident_bytes += row.num_bytes
         return row
 
@@ -327,7 +324,7 @@ class TrainingQueue:
                 mask = self._bound.loss_mask(row.trajectory, published=published, training=training)
                 if mask.any():
                     rows.append(TrainingRow(row.trajectory, row.reward, advantage, mask))
-        return rows
+        return with_batch_advantages(rows, self._model.objective)
 
     def _dropped_rows(self, groups: list[Group], trained: set[str]) -> dict[str, list[str]]:
         """reason → ids of all that leaves the log untrained with this batch."""

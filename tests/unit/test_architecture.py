@@ -22,7 +22,18 @@ MAY_USE = {
 GATEWAY_MAY_USE = {"types", "config", "errors", "store", "layout", "documents", "protocol", "trajectory_log"}
 GATEWAY_MAY_USE |= {"llm_client", "workspace"}
 # The trainer process's own modules, and what runs inside vLLM.
-TRAINER = {f"model_runtime.{m}" for m in ("trainer", "learner", "policy", "losses", "adapters", "batching")}
+_TRAINER = (
+    "trainer",
+    "learner",
+    "objective",
+    "policy",
+    "losses",
+    "correction",
+    "segments",
+    "adapters",
+    "batching",
+)
+TRAINER = {f"model_runtime.{m}" for m in _TRAINER}
 PLUGIN = {"model_runtime.vllm_plugin"}
 # third party → the packages or modules that may import it
 ONLY_IN = {

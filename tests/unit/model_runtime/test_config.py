@@ -91,8 +91,54 @@ def test_what_is_not_built_yet_is_said() -> None:
     assert any("workflow.function is not set" in w for w in warnings)
 
 
+def test_a_loss_that_clips_nothing_and_one_out_of_its_element_are_warned_of() -> None:
+    raw = changed(
+        ((*FIRST, "objective"), {"loss": "reinforce"}),
+        (("multi_model", "models", 1, "objective"), {"loss": "gspo"}),
+    )
+    warnings = parse_config(raw).warnings()
+    assert any("loss reinforce clips nothing; only importance weights up to 2.0" in w for w in warnings)
+    assert any("loss gspo is defined with aggregation seq-mean-token-mean" in w for w in warnings)
+
+
 # What is wrong → path of the field, its value, what is allowed.
 BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
+    "unknown advantage": (
+        [((*FIRST, "objective"), {"advantage": "gae"})],
+        ["objective.advantage", "'gae'", "'grpo'", "'gdpo'"],
+    ),
+    "batch deviation of another estimator": (
+        [((*FIRST, "objective"), {"advantage": "rloo", "normalize_by_std": "batch"})],
+        ["objective: normalize_by_std: batch", "not rloo"],
+    ),
+    "no reward at all": (
+        [((*FIRST, "objective"), {"reward_weights": {"reward": 0}})],
+        ["objective: reward_weights", "other than 0"],
+    ),
+    "unknown loss": (
+        [((*FIRST, "objective"), {"loss": "dpo"})],
+        ["objective.loss", "'dpo'", "'ppo_clip'", "'reinforce'"],
+    ),
+    "floor above the cap": (
+        [((*FIRST, "objective"), {"importance_weight_floor": 3.0})],
+        ["objective: importance_weight_floor 3.0", "not 2.0"],
+    ),
+    "lower bound of a k3 rule": (
+        [((*FIRST, "objective"), {"rejection": [{"statistic": "token_k3", "high": 1, "low": 0.5}]})],
+        ["objective.rejection[0]: low goes with k1 only"],
+    ),
+    "empty k1 band": (
+        [((*FIRST, "objective"), {"rejection": [{"statistic": "token_k1", "high": 0.5}]})],
+        ["objective.rejection[0]: token_k1: low is above high 0.5"],
+    ),
+    "reward of a level there is not": (
+        [((*FIRST, "objective"), {"reward_weights": {"turn:reward": 1}})],
+        ["objective.reward_weights: 'turn:reward' must read", "`agent:name`"],
+    ),
+    "baseline per turn": (
+        [((*FIRST, "objective"), {"baseline_key": "group_agent_turn"})],
+        ["objective.baseline_key", "'group_agent_turn'", "'group_agent' or 'group'"],
+    ),
     "duplicate model id": (
         [((*FIRST, "model_id"), "solver_model")],
         ["multi_model.models", "model_id 'solver_model'", "more than once"],

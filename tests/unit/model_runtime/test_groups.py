@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from model_runtime.config import ObjectiveConfig
-from model_runtime.groups import GroupBook, LogRow, Outcome
+from model_runtime.groups import GroupBook, LogRow, Outcome, Verdict
 from model_runtime.types import Trajectory
 from tests.fakes import make_settlement, make_trajectory
 
@@ -158,3 +158,77 @@ def test_an_abandoned_group_drops_what_it_has():
     assert group.verdict.closed_reason == "cancelled"
     late = _settle(book, _member(1, 1.0), member_index=1)
     assert [reason for _, reason in late.dropped] == ["duplicate_attempt"]
+
+
+def _judged(objective: ObjectiveConfig, *members: list[Trajectory]) -> Verdict:
+    book = GroupBook(objective)
+    for index, own in enumerate(members):
+        rows = [
+            LogRow.of(t, _HERE, reward_level=objective.reward_level, reward_weights=objective.reward_weights)
+            for t in own
+        ]
+        settlement = make_settlement(member_index=index, group_size=len(members))
+        outcome = book.settle(_HERE, settlement, rows)
+    assert outcome.completed is not None
+    assert outcome.completed.verdict is not None
+    return outcome.completed.verdict
+
+
+def _two_agents(index: int, first: float, second: float, *, chains: int = 1) -> list[Trajectory]:
+    return [
+        make_trajectory(
+            member_index=index, group_size=2, agent_id=agent, chain_index=c, agent_rewards={"reward": reward}
+        )
+        for agent, reward, count in (("a", first, chains), ("b", second, 1))
+        for c in range(count)
+    ]
+
+
+def test_agents_that_share_a_baseline_are_one_value_per_member():
+    objective = ObjectiveConfig(reward_level="agent", baseline_key="group", normalize_by_std=False)
+    members = [_two_agents(0, 1.0, 0.0, chains=3), _two_agents(1, 0.0, 0.0)]
+    verdict = _judged(objective, *members)
+    # members: (1 + 0) / 2 and 0, however many chains; mean 1/4
+    assert [verdict.advantages[t.trajectory_id] for t in members[0]] == [0.25] * 4
+    assert [verdict.advantages[t.trajectory_id] for t in members[1]] == [-0.25] * 2
+    assert {b.agent_id: b.values for b in verdict.baselines} == {"a": (1.0, 0.0), "b": (0.0, 0.0)}
+
+
+def test_a_reward_is_the_weighted_sum_of_the_components_that_came():
+    weights = {"reward": 1.0, "format": 0.5}
+    objective = ObjectiveConfig(reward_weights=weights, normalize_by_std=False)
+    both = make_trajectory(member_index=0, group_size=3, workflow_rewards={"reward": 1.0, "format": 1.0})
+    one = make_trajectory(member_index=1, group_size=3, workflow_rewards={"format": 1.0})
+    none = make_trajectory(member_index=2, group_size=3, workflow_rewards={"other": 9.0})
+    verdict = _judged(objective, [both], [one], [none])
+    assert verdict.advantages == {both.trajectory_id: 0.5, one.trajectory_id: -0.5}
+    assert verdict.excluded == {none.trajectory_id: "missing_reward"}
+
+
+def test_gdpo_normalises_each_component_on_its_own():
+    objective = ObjectiveConfig(advantage="gdpo", reward_weights={"reward": 1.0, "format": 1.0})
+    members = [
+        [make_trajectory(member_index=i, group_size=2, workflow_rewards={"reward": r, "format": f})]
+        for i, (r, f) in enumerate([(100.0, 0.0), (0.0, 1.0)])
+    ]
+    verdict = _judged(objective, *members)
+    assert all(abs(a) < 1e-5 for a in verdict.advantages.values())  # opposite components cancel
+
+
+def test_opo_weighs_a_member_by_all_tokens_it_sampled():
+    objective = ObjectiveConfig(advantage="opo")
+    long = [make_trajectory(member_index=0, group_size=2, reward=1.0, chain_index=c) for c in range(3)]
+    short = [make_trajectory(member_index=1, group_size=2, reward=0.0)]
+    verdict = _judged(objective, long, short)
+    assert math.isclose(verdict.advantages[short[0].trajectory_id], -0.75)
+
+
+def test_components_of_workflow_and_agent_are_mixed_by_their_weights():
+    objective = ObjectiveConfig(
+        reward_weights={"workflow:reward": 1.0, "agent:reward": 0.5}, normalize_by_std=False
+    )
+    shared, own = {"workflow_rewards": {"reward": 1.0}}, {"agent_rewards": {"reward": 1.0}}
+    both = make_trajectory(member_index=0, group_size=2, **shared, **own)
+    one = make_trajectory(member_index=1, group_size=2, **shared)
+    verdict = _judged(objective, [both], [one])
+    assert verdict.advantages == {both.trajectory_id: 0.25, one.trajectory_id: -0.25}

@@ -15,6 +15,7 @@ from model_runtime.config import ModelConfig
 from model_runtime.errors import ConfigError, TrainerError
 from model_runtime.learner import Learner, prepare_torch
 from model_runtime.policy import Policy, canary_prompts, make_canary
+from tests.fakes import make_trajectory
 from tests.tiny_models import SPECIAL_TOKENS, VOCAB_SIZE, make_adapter, make_model, reference_logprobs
 from tests.training_log import sampled_row
 
@@ -120,8 +121,9 @@ def test_a_learning_rate_of_0_changes_nothing(base):
     assert trained.policy.adapter_files() == before
 
 
-def gradient(base, batch, micro_batch_tokens):
-    trained = learner(base, trainer={"micro_batch_tokens": micro_batch_tokens, "max_grad_norm": 1e9})
+def gradient(base, batch, micro_batch_tokens, **settings):
+    trainer = {"micro_batch_tokens": micro_batch_tokens, "max_grad_norm": 1e9}
+    trained = learner(base, trainer=trainer, **settings)
     trained.policy.load({n: t + np.float32(0.01) for n, t in trained.policy.tensors().items()})
     trained.update(batch, step=1)
     return torch.cat([p.grad.flatten() for p in trained.policy.parameters.values() if p.grad is not None])
@@ -132,6 +134,104 @@ def test_the_gradient_does_not_depend_on_the_split(base, micro_batch_tokens):
     whole = gradient(base, rows(), 100_000)
     split = gradient(base, rows(), micro_batch_tokens)
     assert ((split - whole).norm() / whole.norm()).item() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"loss": "gspo", "aggregation": "seq-mean-token-mean"},
+        {"loss": "cispo", "aggregation": "session-balanced", "entropy_coef": 0.01},
+        {"loss": "reinforce", "rejection": [{"statistic": "token_k1", "high": 3.0}]},
+        {
+            "kl_coef": 0.1,
+            "kl_penalty": "k3+",
+            "importance_weight_normalize": True,
+            "old_logprobs": "recomputed",
+        },
+    ],
+    ids=lambda objective: "-".join(map(str, objective.values()))[:30],
+)
+def test_no_objectives_gradient_depends_on_the_split(base, objective):
+    whole = gradient(base, rows(), 100_000, objective=objective)
+    split = gradient(base, rows(), 64, objective=objective)
+    assert whole.norm() > 0
+    assert ((split - whole).norm() / whole.norm()).item() < 1e-5
+
+
+def row_of_mask(mask, **fields):
+    ids = (np.arange(len(mask)) % 381 + 3).astype(np.int32)
+    trajectory = make_trajectory(mask=mask, response_ids=ids, **fields)
+    return SimpleNamespace(trajectory=trajectory, advantage=1.0, loss_mask=trajectory.response_mask)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "gmpo"])
+def test_nor_does_it_with_the_longest_row_a_single_token_and_one_that_has_aged_out(base, loss):
+    longest = row_of_mask([1] * (2048 - 3))  # with its prompt: all positions the model has
+    aged = row_of_mask([1] * 5, member_index=1)
+    aged.loss_mask = np.zeros_like(aged.loss_mask)
+    batch = [longest, row_of_mask([1], member_index=2), aged, *rows(3)]
+    batch[1].advantage = -1.0
+    objective = {"loss": loss, "aggregation": "seq-mean-token-mean"}
+    whole = gradient(base, batch, 100_000, objective=objective)
+    split = gradient(base, batch, 64, objective=objective)
+    assert whole.norm() > 0
+    assert ((split - whole).norm() / whole.norm()).item() < 1e-5
+
+
+def start_adapter(tmp_path, base):
+    return str(make_adapter(tmp_path / "adapter", base=base, seed=3))
+
+
+def test_the_kl_is_0_at_the_start_of_a_run_and_not_afterwards(base, tmp_path):
+    trained = learner(base, adapter_path=start_adapter(tmp_path, base), objective={"kl_coef": 0.1})
+    assert trained.update(rows(), step=1)["actor/kl_loss"] == pytest.approx(0, abs=1e-9)
+    assert trained.update(rows(), step=2)["actor/kl_loss"] > 1e-6
+
+
+def test_the_base_as_reference_is_the_model_without_its_adapter(base, tmp_path):
+    adapter = start_adapter(tmp_path, base)
+    policy = Policy(config(base, adapter_path=adapter), seed=0)
+    before, prompt = policy.adapter_files(), [5, 9, 33, 120, 7]
+    with policy.holding(policy.reference("base")):
+        got = policy.next_token_logprobs(prompt)[42]
+    assert got == pytest.approx(reference_logprobs(base, None, [*prompt, 42])[-1], abs=1e-5)
+    assert policy.adapter_files() == before
+    objective = {"kl_coef": 0.1, "kl_reference": "base"}
+    trained = learner(base, adapter_path=adapter, objective=objective)
+    assert trained.update(rows(), step=1)["actor/kl_loss"] > 1e-4
+
+
+def test_the_proximal_policy_stays_while_the_policy_moves(base):
+    trained = learner(base, objective={"old_logprobs": "proximal", "importance_weight_cap": None})
+    window, batch = trained.policy.tensors(), rows()
+    first = trained.update(batch, step=1, proximal=window)
+    assert first["actor/ppo_kl"] == pytest.approx(0, abs=1e-7)
+    second = trained.update(batch, step=2, proximal=window)
+    assert abs(second["actor/ppo_kl"]) > 1e-5
+    # What is compared with the sampler is the proximal policy, which has not moved.
+    assert second["rollout_corr/kl"] == pytest.approx(first["rollout_corr/kl"], abs=1e-6)
+    with pytest.raises(TrainerError, match="no longer in the store"):
+        trained.update(batch, step=3)
+
+
+def test_an_entropy_bonus_keeps_the_policy_wider(base):
+    def entropy(coefficient):
+        trained = learner(base, objective={"entropy_coef": coefficient})
+        return [trained.update(rows(), step=s)["actor/entropy"] for s in range(1, 5)][-1]
+
+    assert entropy(1.0) > entropy(0.0)
+
+
+def test_a_batch_that_is_rejected_whole_changes_nothing(base):
+    rules = [{"statistic": "token_k1", "high": 1.0001}]
+    trained = learner(base, objective={"rejection": rules})
+    before = trained.policy.adapter_files()
+    batch = on_policy(trained.policy, rows())
+    for row in batch:
+        row.trajectory.behavior_logprobs[row.loss_mask == 1] -= 1.0
+    metrics = trained.update(batch, step=1)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1
+    assert trained.policy.adapter_files() == before
 
 
 def test_on_policy_the_ratio_is_1_and_nothing_is_clipped(base):

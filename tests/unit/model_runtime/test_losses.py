@@ -1,9 +1,12 @@
-"""The configured objective, beyond the formulas that tests/unit/test_algorithm_vectors_losses.py holds."""
+"""Properties of the losses beyond the formulas that tests/unit/test_algorithm_vectors_losses.py holds."""
 
+import pytest
 import torch
 
 from model_runtime.config import ObjectiveConfig
-from model_runtime.losses import correction_metrics, policy_loss, policy_metrics, token_logprobs, token_mean
+from model_runtime.losses import aggregated, kl_penalty, policy_loss, policy_metrics, token_logprobs
+
+LOSSES = ["ppo_clip", "gspo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "reinforce"]
 
 
 def tokens(count=32, seed=0):
@@ -14,54 +17,72 @@ def tokens(count=32, seed=0):
     return logprobs.requires_grad_(), behavior, advantages
 
 
-def test_the_ratio_is_exactly_1_against_equal_behavior_logprobs():
+def one_row(logprobs, old, advantages, **objective):
+    row = torch.zeros(len(logprobs), dtype=torch.long)
+    return policy_loss(logprobs, old, advantages, ObjectiveConfig(**objective), row_T=row, num_rows=1)
+
+
+def test_the_ratio_is_exactly_1_against_equal_old_logprobs():
     logprobs, _, advantages = tokens()
-    loss = policy_loss(logprobs, logprobs.detach().clone(), advantages, ObjectiveConfig())
+    loss = one_row(logprobs, logprobs.detach().clone(), advantages)
     assert torch.equal(loss.log_ratio_T, torch.zeros_like(advantages))
     assert torch.equal(loss.losses_T, -advantages)
     assert not loss.clipped_T.any()
 
 
-def test_recomputed_old_logprobs_give_ratio_1_and_move_the_correction_into_weights():
-    logprobs, behavior, advantages = tokens()
-    objective = ObjectiveConfig(old_logprobs="recomputed", importance_weight_cap=1.5)
-    loss = policy_loss(logprobs, behavior, advantages, objective)
-    weights = (logprobs.detach() - behavior).exp().clamp(max=1.5)
-    assert torch.equal(loss.log_ratio_T, torch.zeros_like(advantages))
-    torch.testing.assert_close(loss.losses_T, -advantages * weights)
+@pytest.mark.parametrize("name", LOSSES)
+def test_on_policy_every_loss_has_the_policy_gradient(name):
+    """At ratio 1 nothing is clipped; sapo's gate has slope 1 there, and gmpo shares a row's gradient out."""
+    logprobs, _, _ = tokens()
+    advantages = torch.full((32,), 0.7)
+    loss = one_row(logprobs, logprobs.detach().clone(), advantages, loss=name)
+    loss.losses_T.mean().backward()
+    torch.testing.assert_close(logprobs.grad, -advantages / 32)
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "gspo"])
+def test_a_log_ratio_no_float_can_hold_gives_finite_losses_and_gradients(name):
+    logprobs = torch.tensor([-0.5, -200.0], requires_grad=True)
+    loss = one_row(logprobs, torch.tensor([-300.0, -0.1]), torch.tensor([-1.0, 1.0]), loss=name)
     loss.losses_T.sum().backward()
-    torch.testing.assert_close(logprobs.grad, -advantages * weights)
-
-
-def test_without_a_cap_there_are_no_weights():
-    logprobs, behavior, advantages = tokens()
-    objective = ObjectiveConfig(old_logprobs="recomputed", importance_weight_cap=None)
-    assert torch.equal(policy_loss(logprobs, behavior, advantages, objective).losses_T, -advantages)
-    assert "rollout_corr/rollout_is_mean" not in correction_metrics(logprobs, behavior, cap=None)
-
-
-def test_sampler_logprobs_as_old_ones_are_not_weighted_twice():
-    logprobs, behavior, advantages = tokens()
-    wide = ObjectiveConfig(clip_ratio_low=0.999, clip_ratio_high=1e6, clip_ratio_c=1e9)
-    loss = policy_loss(logprobs, behavior, advantages, wide)
-    torch.testing.assert_close(loss.losses_T, -advantages * (logprobs.detach() - behavior).exp())
+    assert torch.isfinite(loss.losses_T).all()
+    assert torch.isfinite(logprobs.grad).all()
 
 
 def test_a_log_ratio_beyond_20_is_clamped_and_has_no_gradient():
     logprobs = torch.tensor([-0.5], requires_grad=True)
-    loss = policy_loss(logprobs, torch.tensor([-60.0]), torch.tensor([-1.0]), ObjectiveConfig())
-    token_mean(loss.losses_T, num_tokens=1).backward()
+    loss = one_row(logprobs, torch.tensor([-60.0]), torch.tensor([-1.0]))
+    aggregated(loss.losses_T, torch.ones(1), denominator=1).backward()
     assert logprobs.grad is not None
     assert logprobs.grad.item() == 0
     assert policy_metrics(loss)["actor/ppo_kl"] == -20
 
 
-def test_parts_of_a_batch_add_up_to_it():
-    logprobs, behavior, advantages = tokens(30)
-    losses = policy_loss(logprobs, behavior, advantages, ObjectiveConfig()).losses_T
-    whole = token_mean(losses, num_tokens=30)
-    parts = sum(token_mean(part, num_tokens=30) for part in losses.split([7, 1, 22]))
-    torch.testing.assert_close(whole, parts)
+def test_dppo_leaves_out_only_what_moved_too_far_in_the_direction_of_its_advantage():
+    old = torch.tensor([0.5, 0.5, 0.5, 0.5]).log()
+    now = torch.tensor([0.8, 0.2, 0.8, 0.55]).log().requires_grad_()
+    loss = one_row(now, old, torch.tensor([1.0, 1.0, -1.0, 1.0]), loss="dppo_tv")
+    assert loss.clipped_T.tolist() == [True, False, False, False]
+    assert loss.losses_T[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["k1+", "abs+", "k3+"])
+def test_a_straight_through_kl_has_the_gradient_of_k2(kind):
+    logprobs, reference, _ = tokens()
+    value = kl_penalty(logprobs, reference, kind)
+    torch.testing.assert_close(value, kl_penalty(logprobs, reference, kind[:-1]))
+    value.sum().backward()
+    torch.testing.assert_close(logprobs.grad, logprobs.detach() - reference)
+
+
+def test_entropy_carries_a_gradient_only_when_asked_to():
+    logits = torch.randn(3, 5).requires_grad_()
+    target, temperature = torch.zeros(3, dtype=torch.long), torch.ones(3)
+    assert not token_logprobs(logits, target, temperature)[1].requires_grad
+    asked = token_logprobs(logits, target, temperature, entropy_gradient=True)[1]
+    asked.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.abs().max() > 0
 
 
 def test_logprobs_are_those_of_the_sampling_temperature_in_float32():

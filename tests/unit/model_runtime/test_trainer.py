@@ -254,7 +254,7 @@ def test_a_step_that_fails_is_reported_with_model_and_step(folder, monkeypatch):
     folder.write_groups(make_groups(2))
     folder.tell(published_version=UNBOUNDED)
     monkeypatch.setattr(
-        "model_runtime.learner.token_mean", lambda losses_T, num_tokens: losses_T.sum() * float("nan")
+        "model_runtime.objective.aggregated", lambda losses_T, *_, denominator: losses_T.sum() * float("nan")
     )
     assert train(folder) == 1
     status = folder.status()
@@ -266,7 +266,7 @@ def test_a_figure_that_is_not_finite_harms_neither_status_nor_rows(folder, monke
     folder.write_groups(make_groups(2))
     folder.tell(desired="drain", published_version=UNBOUNDED)
     monkeypatch.setattr(
-        "model_runtime.learner.correction_metrics", lambda *_, cap: {"rollout_corr/k3_kl": float("inf")}
+        "model_runtime.objective.correction_metrics", lambda *_: {"rollout_corr/k3_kl": float("inf")}
     )
     assert train(folder) == 0
     assert "rollout_corr/k3_kl" not in folder.status().last_metrics
@@ -337,6 +337,35 @@ def test_a_crash_at_any_write_changes_nothing_in_the_end(folder, monkeypatch, un
     folder.epoch = 2
     assert train(folder) == 0
     assert outcome(folder) == undisturbed
+
+
+def test_a_crash_changes_nothing_for_an_objective_with_references_and_a_whole_batch_advantage(
+    tmp_path, base, monkeypatch
+):
+    objective = {
+        "advantage": "reinforce_plus_plus_baseline",
+        "loss": "cispo",
+        "aggregation": "session-balanced",
+        "old_logprobs": "proximal",
+        "kl_coef": 0.1,
+        "rejection": [{"statistic": "token_k1", "high": 20.0}],
+    }
+    outcomes = []
+    for name, number in (("undisturbed", None), ("crashed", 14)):
+        folder = TrainingFolder(tmp_path / name, base, model={"objective": objective})
+        folder.write_groups(make_groups(8))
+        folder.tell(desired="drain", published_version=UNBOUNDED)
+        if number is not None:
+            with monkeypatch.context() as patch:
+                crash_at_write(patch, number, after=True)
+                with pytest.raises(Killed):
+                    train(folder)
+            folder.epoch = 2
+        assert train(folder) == 0
+        outcomes.append(outcome(folder))
+    assert outcomes[0] == outcomes[1]
+    assert folder.status().step == 4
+    assert folder.status().last_metrics["actor/kl_loss"] > 0
 
 
 def test_versions_of_a_lost_future_keep_their_numbers(folder, monkeypatch):
