@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from model_runtime.config import AggregationMode
+from model_runtime.objective_config import AggregationMode
 
 
 @dataclass(frozen=True, slots=True, eq=False)

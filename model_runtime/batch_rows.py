@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from model_runtime.advantages import BatchRows, batch_advantages, needs_batch
-from model_runtime.config import ObjectiveConfig
+from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.types import Int8Array, Trajectory
 
 

@@ -7,11 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from model_runtime.config import ObjectiveConfig
 from model_runtime.documents import BatchDocument
 from model_runtime.groups import Group, GroupBook, LogRow
 from model_runtime.layout import ModelLayout
 from model_runtime.log_reader import LogReader, Position
+from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.store import Store
 from model_runtime.types import MemberKey, Shard
 

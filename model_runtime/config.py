@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     StringConstraints,
     ValidationError,
@@ -25,7 +23,9 @@ from pydantic import (
     model_validator,
 )
 
+from model_runtime.config_section import Section
 from model_runtime.errors import ConfigError
+from model_runtime.objective_config import ObjectiveConfig
 
 Slug = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]{0,62}$")]
 """Run, model and agent ids."""
@@ -36,11 +36,7 @@ LoRARank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 _NOT_LORA_TARGETS = ("lm_head", "embed_tokens", "wte", "embed_out")
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class StoreConfig(_Section):
+class StoreConfig(Section):
     """Where everything durable lives."""
 
     url: str = "./runs"
@@ -68,7 +64,7 @@ class StoreConfig(_Section):
         return url
 
 
-class LoRAConfig(_Section):
+class LoRAConfig(Section):
     """The adapter that is trained. Plain LoRA: no DoRA, no bias, no embeddings, no output head."""
 
     rank: LoRARank = 16
@@ -91,7 +87,7 @@ class LoRAConfig(_Section):
         return targets
 
 
-class TrainerConfig(_Section):
+class TrainerConfig(Section):
     """The trainer process of one model."""
 
     n_gpus: int = Field(default=0, ge=0)
@@ -121,7 +117,7 @@ class TrainerConfig(_Section):
     """Padded tokens per forward pass. Results don't depend on it, memory does."""
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(Section):
     """The vLLM servers of one model."""
 
     n_gpus: int = Field(default=0, ge=0)
@@ -171,7 +167,7 @@ class RolloutConfig(_Section):
         return self
 
 
-class AsyncTrainingConfig(_Section):
+class AsyncTrainingConfig(Section):
     """How far generation and training may drift apart. Names and formulas are verl's."""
 
     trigger_parameter_sync_step: int = Field(default=4, ge=1)
@@ -200,163 +196,7 @@ class AsyncTrainingConfig(_Section):
         return self
 
 
-ImportanceLevel = Literal["token", "sequence"]
-AggregationMode = Literal[
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-    "session-balanced",
-]
-"""See aggregation.py."""
-
-
-class RejectionRule(_Section):
-    """One bound on how far a token or row may be from the sampler (verl's rollout_rs)."""
-
-    statistic: Literal[
-        "token_k1",
-        "token_k2",
-        "token_k3",
-        "seq_sum_k1",
-        "seq_sum_k2",
-        "seq_sum_k3",
-        "seq_mean_k1",
-        "seq_mean_k2",
-        "seq_mean_k3",
-        "seq_max_k2",
-        "seq_max_k3",
-    ]
-    """What is measured: an estimate of the KL per token, or its sum, mean or maximum over a row."""
-    high: float = Field(gt=0)
-    """Upper bound. For k1 a bound of the ratio sampler / trainer, else of the estimate itself."""
-    low: float | None = Field(default=None, gt=0)
-    """Lower bound of the ratio, for k1 only. None: 1 / high."""
-
-    @model_validator(mode="after")
-    def _bounds_match(self) -> RejectionRule:
-        if self.low is not None and not self.statistic.endswith("k1"):
-            raise ValueError(f"low goes with k1 only; {self.statistic} has an upper bound")
-        if self.statistic.endswith("k1") and (self.low or 1 / self.high) > self.high:
-            raise ValueError(f"{self.statistic}: low is above high {self.high}")
-        return self
-
-
-class ObjectiveConfig(_Section):
-    """What a training step minimises."""
-
-    advantage: Literal[
-        "grpo",
-        "rloo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "grpo_passk",
-        "opo",
-        "gpg",
-        "gdpo",
-    ] = "grpo"
-    """How a reward becomes an advantage; formulas and papers in `model_runtime/advantages.py`. grpo:
-    A = (r − mean) / (std + 1e-6) over the members of a group. The last stage of reinforce_plus_plus,
-    reinforce_plus_plus_baseline, gpg and gdpo is taken over the whole batch."""
-    baseline_key: Literal["group_agent", "group"] = "group_agent"
-    """What is compared. group_agent: each agent with itself over a group's members. group: all agents of
-    the model together, one value per member (the mean where its agents' rewards differ)."""
-    reward_weights: dict[str, float] = Field(default={"reward": 1.0}, min_length=1)
-    """Components of the reward and their weights; the reward is their weighted sum, without components
-    that never came. gdpo normalises each on its own before it sums them. `workflow:<name>` and
-    `agent:<name>` are that level's component alone; a plain name is looked up as reward_level says."""
-    reward_level: Literal["workflow", "agent"] = "workflow"
-    """workflow: the execution's reward, broadcast to every agent. agent: each agent's own, where it has
-    one, else the execution's."""
-    normalize_by_std: bool | Literal["batch"] = True
-    """For grpo, grpo_passk and gdpo. False: no division by the standard deviation (Dr. GRPO, arXiv
-    2503.20783). batch: by that of all rewards in the batch, grpo only."""
-    negative_advantage_scale: float = Field(default=1.0, ge=0)
-    """Factor on negative advantages. Below 1 it damps collapse on tiny models."""
-    loss: Literal["ppo_clip", "gspo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "reinforce"] = "ppo_clip"
-    """The loss of a token; formulas and papers in `model_runtime/losses.py`. ppo_clip: clipped surrogate
-    with dual clip. gspo, gmpo and sapo are defined with aggregation seq-mean-token-mean. reinforce:
-    −A·logprob, corrected by importance weights alone."""
-    clip_ratio_low: float = Field(default=0.2, ge=0, le=1)
-    """The ratio is clipped below at 1 − this. dppo: the divergence allowed to tokens with a negative
-    advantage. gmpo: of the log ratio."""
-    clip_ratio_high: float = Field(default=0.2, ge=0)
-    """The ratio is clipped above at 1 + this. dppo: the divergence allowed to tokens with a positive
-    advantage. gmpo: of the log ratio."""
-    clip_ratio_c: float = Field(default=3.0, gt=1)
-    """ppo_clip's dual clip: bound of the ratio for negative advantages."""
-    dppo_ratio_cap: float = Field(default=20.0, gt=0)
-    """dppo's bound of the ratio."""
-    sapo_tau_positive: float = Field(default=1.0, gt=0)
-    """Steepness of sapo's gate for positive advantages."""
-    sapo_tau_negative: float = Field(default=1.05, gt=0)
-    """Steepness of sapo's gate for the others."""
-    old_logprobs: Literal["behavior", "recomputed", "proximal"] = "behavior"
-    """behavior: the sampler's logprobs stand in for the old policy's (bypass). recomputed: the trainer's
-    own at the start of the update, with importance weights against the sampler's (decoupled). proximal:
-    decoupled too, but those of the last committed version, which stays the same for all steps of a sync
-    window; costs one more forward pass."""
-    importance_weight_cap: float | None = Field(default=2.0, gt=0)
-    """Truncation of the weights exp(old − behavior). None: no weights. With old_logprobs: behavior the
-    ratio corrects already, and reinforce alone is weighed, by exp(current − behavior)."""
-    importance_weight_floor: float | None = Field(default=None, gt=0)
-    """With a floor, weights outside [floor, cap] are 0 (IcePop). None: truncation at the cap alone."""
-    importance_weight_level: ImportanceLevel = "token"
-    """token: each token's own ratio. sequence: the product over the row, for each of its tokens."""
-    importance_weight_normalize: bool = False
-    """Divide the weights by their mean over the batch. Costs one more forward pass."""
-    rejection: list[RejectionRule] = []
-    """Tokens or rows too far from the sampler leave the batch and its denominators; every rule must keep
-    them. Costs one more forward pass."""
-    off_policy_mask_threshold: float | None = Field(default=None, gt=0)
-    """Rows with a negative advantage whose mean KL from the sampler exceeds this have loss 0 (arXiv
-    2512.02556). None: off."""
-    aggregation: AggregationMode = "token-mean"
-    """How token losses become one number, over the whole batch. token-mean: sum / trained tokens.
-    token-sum. seq-mean-…: mean over rows of the sum, of the mean, or of the sum /
-    aggregation_scale_tokens. session-balanced: each workflow execution weighs the same, however many
-    chains it split into."""
-    aggregation_scale_tokens: int | None = Field(default=None, ge=1)
-    """What seq-mean-token-sum-norm divides by (Dr. GRPO). None: max_response_tokens."""
-    kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL from the reference in the loss. Above 0 it costs one more forward pass."""
-    kl_penalty: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"] = "k3"
-    """Its estimator per token. `+`: that value with the gradient of k2, the unbiased one."""
-    kl_reference: Literal["start", "base"] = "start"
-    """start: the adapter this run started from. base: the model without adapter. They are the same unless
-    adapter_path is set."""
-    entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus."""
-
-    @model_validator(mode="after")
-    def _weights_are_bounded(self) -> ObjectiveConfig:
-        cap, floor = self.importance_weight_cap, self.importance_weight_floor
-        if floor is not None and (cap is None or floor > cap):
-            raise ValueError(
-                f"importance_weight_floor {floor} needs an importance_weight_cap above it, not {cap}"
-            )
-        return self
-
-    @field_validator("reward_weights")
-    @classmethod
-    def _known_levels(cls, weights: dict[str, float]) -> dict[str, float]:
-        for component in weights:
-            scope, colon, name = component.rpartition(":")
-            if not name or (colon and scope not in ("workflow", "agent")):
-                raise ValueError(f"{component!r} must read `name`, `workflow:name` or `agent:name`")
-        return weights
-
-    @model_validator(mode="after")
-    def _advantage_settings_match(self) -> ObjectiveConfig:
-        if self.normalize_by_std == "batch" and self.advantage != "grpo":
-            raise ValueError(f"normalize_by_std: batch goes with advantage: grpo, not {self.advantage}")
-        if not any(self.reward_weights.values()):
-            raise ValueError("reward_weights: at least one component needs a weight other than 0")
-        return self
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """One policy and its runtime."""
 
     model_id: Slug
@@ -407,7 +247,7 @@ class ModelConfig(_Section):
         return self
 
 
-class MultiModelConfig(_Section):
+class MultiModelConfig(Section):
     """The policies trained together."""
 
     enable: bool = True
@@ -423,7 +263,7 @@ class MultiModelConfig(_Section):
         return enable
 
 
-class AgentRoute(_Section):
+class AgentRoute(Section):
     """One agent and the model that answers for it."""
 
     agent_id: Slug
@@ -432,7 +272,7 @@ class AgentRoute(_Section):
     """Model that serves it."""
 
 
-class GatewayConfig(_Section):
+class GatewayConfig(Section):
     """The one thing on the request path."""
 
     mode: Literal["multi_model_router"] = "multi_model_router"
@@ -459,7 +299,7 @@ class GatewayConfig(_Section):
     """Restarts of the gateway process before the run fails."""
 
 
-class WorkflowConfig(_Section):
+class WorkflowConfig(Section):
     """The work the agents do, and on which tasks."""
 
     function: str | None = None
@@ -501,7 +341,7 @@ class WorkflowConfig(_Section):
         return self
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """A training run: models, agents, workflow, store."""
 
     name: Slug = "default"
@@ -579,26 +419,14 @@ class RunConfig(_Section):
             for m in self.models
             if m.async_training.partial_rollout
         ]
-        found += [warning for m in self.trainable_models for warning in _objective_warnings(m)]
+        found += [
+            f"{m.model_id}.objective: {warning}"
+            for m in self.trainable_models
+            for warning in m.objective.warnings()
+        ]
         if self.workflow.function is None:
             found.append("workflow.function is not set: an outside driver must open the groups")
         return found
-
-
-def _objective_warnings(model: ModelConfig) -> Iterator[str]:
-    objective, name = model.objective, f"{model.model_id}.objective"
-    if objective.loss == "reinforce":
-        bound = (
-            "no importance weights"
-            if objective.importance_weight_cap is None
-            else f"importance weights up to {objective.importance_weight_cap}"
-        )
-        yield f"{name}: loss reinforce clips nothing; only {bound} correct for stale samples"
-    if objective.loss in ("gspo", "gmpo", "sapo") and objective.aggregation != "seq-mean-token-mean":
-        yield (
-            f"{name}: loss {objective.loss} is defined with aggregation seq-mean-token-mean, "
-            f"not {objective.aggregation}"
-        )
 
 
 def artifact_slug(model_id: str) -> str:

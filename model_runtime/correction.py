@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model_runtime.config import ImportanceLevel, RejectionRule
+from model_runtime.objective_config import ImportanceLevel, RejectionRule
 from model_runtime.segments import row_counts, row_maxima, row_means, row_sums
 
 MAX_LOG_RATIO = 20.0

@@ -15,8 +15,8 @@ from typing import Literal
 import numpy as np
 
 from model_runtime.advantages import group_advantages
-from model_runtime.config import ObjectiveConfig
 from model_runtime.log_reader import Position
+from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.types import DEFAULT_COMPONENT, MemberKey, Settlement, Trajectory
 
 logger = logging.getLogger(__name__)

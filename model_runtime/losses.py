@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model_runtime.config import ObjectiveConfig
+from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.segments import row_means
 
 # Beyond this a log ratio is clamped, and its gradient is zero: e^20 is already no usable weight.

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from model_runtime.aggregation import aggregation
 from model_runtime.batching import Row
-from model_runtime.config import ObjectiveConfig
 from model_runtime.correction import (
     importance_metrics,
     importance_weights,
@@ -24,6 +23,7 @@ from model_runtime.correction import (
     rejection,
 )
 from model_runtime.losses import PolicyLoss, aggregated, kl_penalty, policy_loss, policy_metrics
+from model_runtime.objective_config import ObjectiveConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from model_runtime.aggregation import aggregation
-from model_runtime.config import RejectionRule
 from model_runtime.correction import (
     importance_metrics,
     importance_weights,
@@ -28,6 +27,7 @@ from model_runtime.losses import (
     reinforce,
     sapo,
 )
+from model_runtime.objective_config import RejectionRule
 from tests.algorithm_vectors import assert_close, batch, cases, numbers
 
 

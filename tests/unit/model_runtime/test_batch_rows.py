@@ -7,9 +7,10 @@ import pytest
 
 from model_runtime.advantages import reinforce_plus_plus, whiten
 from model_runtime.batch_rows import TrainingRow, with_batch_advantages
-from model_runtime.config import ModelConfig, ObjectiveConfig
+from model_runtime.config import ModelConfig
 from model_runtime.documents import BatchDocument
 from model_runtime.layout import RunLayout
+from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.training_queue import TrainingQueue
 from model_runtime.trajectory_log import encode_shard
 from model_runtime.types import Shard

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from model_runtime.books import ModelBooks, read_books
-from model_runtime.config import ModelConfig, ObjectiveConfig
+from model_runtime.config import ModelConfig
 from model_runtime.documents import BatchDocument, BatchRow
 from model_runtime.layout import RunLayout
+from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.training_queue import TrainingQueue
 from model_runtime.trajectory_log import encode_shard
 from model_runtime.types import Shard

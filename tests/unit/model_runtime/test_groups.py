@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from model_runtime.config import ObjectiveConfig
 from model_runtime.groups import GroupBook, LogRow, Outcome, Verdict
+from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.types import Trajectory
 from tests.fakes import make_settlement, make_trajectory
 

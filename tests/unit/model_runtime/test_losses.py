@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model_runtime.config import ObjectiveConfig
 from model_runtime.losses import aggregated, kl_penalty, policy_loss, policy_metrics, token_logprobs
+from model_runtime.objective_config import ObjectiveConfig
 
 LOSSES = ["ppo_clip", "gspo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "reinforce"]
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_runtime.batching import micro_batches
-from model_runtime.config import ObjectiveConfig, RejectionRule
 from model_runtime.correction import importance_weights
 from model_runtime.objective import BatchObjective, Frozen, correction_metrics, needs_start
+from model_runtime.objective_config import ObjectiveConfig, RejectionRule
 from tests.fakes import make_trajectory
 
 LOSSES = ["ppo_clip", "gspo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "reinforce"]
