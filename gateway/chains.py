@@ -8,51 +8,20 @@ never made from text again.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-import msgspec
 import numpy as np
 
 from gateway.codec import TextMark
+from gateway.conversation import ConversationKey, Digest
 from model_runtime.errors import InvalidTrajectoryError
 from model_runtime.types import Float32Array, Int32Array, MemberKey, Rewards, Trajectory, Turn, trajectory_id
 
-Message = dict[str, Any]
-Digest = bytes
-
 # The rollout servers run with this setting: logprobs of the distribution the token was drawn from.
 LOGPROBS_MODE = "processed_logprobs"
-
-
-class ConversationKey:
-    """Rolling digests of a conversation: `digests[k]` identifies messages 0 … k by role, content and name."""
-
-    __slots__ = ("_rolling", "digests")
-
-    def __init__(self, messages: Sequence[Message]) -> None:
-        self._rolling = hashlib.blake2b(digest_size=16)
-        self.digests: list[Digest] = []
-        for message in messages:
-            self._rolling.update(_canonical(message))
-            self.digests.append(self._rolling.digest())
-
-    def __len__(self) -> int:
-        return len(self.digests)
-
-    def with_answer(self, content: str) -> Digest:
-        """The digest of this conversation and the assistant's answer to it."""
-        extended = self._rolling.copy()
-        extended.update(_canonical({"role": "assistant", "content": content}))
-        return extended.digest()
-
-
-def _canonical(message: Message) -> bytes:
-    return msgspec.json.encode([message["role"], message["content"], message.get("name")])
 
 
 @dataclass(slots=True)

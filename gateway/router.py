@@ -10,18 +10,21 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from gateway.bindings import GatewayBindingRegistry, ModelBinding
-from gateway.chains import AgentChains, Chain, ConversationKey, Message, SampledTurn
+from gateway.bindings import GatewayBindingRegistry, ModelBinding, Placement
+from gateway.chains import AgentChains, Chain, SampledTurn
 from gateway.codec import ChatCodec, RenderedPrompt, TextMark
+from gateway.conversation import ChatCall, ChatReply, ConversationKey, DeltaSink, Message, ReplyDelta
 from gateway.metrics import GatewayMetrics
 from gateway.route_table import AgentModelRouteTable
 from gateway.sampling import Settings, merge_settings
 from gateway.sessions import Session
+from gateway.text_stream import TextStream
 from model_runtime.config import RunConfig
 from model_runtime.errors import (
     BackendRejectedError,
@@ -30,8 +33,8 @@ from model_runtime.errors import (
     ModelNotReadyError,
 )
 from model_runtime.layout import served_name
-from model_runtime.llm_client import Generation
-from model_runtime.types import Float32Array, Int32Array
+from model_runtime.llm_client import Generation, GenerationChunk, join_chunks
+from model_runtime.types import Int32Array
 
 logger = logging.getLogger(__name__)
 
@@ -41,35 +44,6 @@ _LONGEST_RETRY_S = 2.0
 # The gateway chose the key and the model's name itself: a server that knows neither has just been
 # restarted, and the request is not to blame.
 _NOT_THE_CALLERS_FAULT = frozenset({401, 403, 404})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatCall:
-    """One model call, whatever API it came by. `messages` hold a role and a text content each."""
-
-    agent_id: str
-    messages: list[Message]
-    sampling: Settings
-    stop: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ChatReply:
-    """The answer, and what the record says of it."""
-
-    request_id: str
-    agent_id: str
-    model_id: str
-    policy_version: int
-    workflow_id: str
-    content: str
-    finish_reason: str
-    token_ids: Int32Array
-    logprobs: Float32Array
-    token_texts: tuple[str, ...] | None
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    created_at: float
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +62,24 @@ class _Prepared:
 
     def prompt_ids(self) -> list[int]:
         return self.chain.token_ids() + self.new_ids.tolist()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Sampling:
+    """What is asked of the server, and who hears of it while it is being sampled."""
+
+    session: Session
+    call: ChatCall
+    model_id: str
+    request_id: str
+    prompt_ids: list[int]
+    settings: dict[str, float | int | list[int]]
+    deadline: float
+    started_at: float
+    codec: ChatCodec
+    with_texts: bool = False
+    on_delta: DeltaSink | None = None
+    text: TextStream | None = None  # what the listener has heard so far
 
 
 class MultiModelGatewayRouter:
@@ -118,9 +110,14 @@ class MultiModelGatewayRouter:
         self._settings(session, call)
 
     async def chat_completion(
-        self, session: Session, call: ChatCall, *, with_texts: bool = False
+        self,
+        session: Session,
+        call: ChatCall,
+        *,
+        with_texts: bool = False,
+        on_delta: DeltaSink | None = None,
     ) -> ChatReply:
-        """One generation, recorded in the session's chains.
+        """One generation, recorded in the session's chains. `on_delta` hears of it as it grows.
 
         Raises ModelNotReadyError at the deadline, BackendRejectedError for the server's own 4xx, and
         leaves the record untouched then and when cancelled."""
@@ -135,14 +132,27 @@ class MultiModelGatewayRouter:
             max_tokens = self._room(binding, settings, prepared.num_context_tokens)
             if max_tokens <= 0:
                 return self._out_of_room(session, call, binding, request_id, prepared)
-            sampling = _server_sampling(settings, max_tokens, _stop_ids(codec, call.stop))
-            generation, version = await self._generate(
-                session, model_id, prepared.prompt_ids(), sampling, request_id, deadline
+            sampling = _Sampling(
+                session=session,
+                call=call,
+                model_id=model_id,
+                request_id=request_id,
+                prompt_ids=prepared.prompt_ids(),
+                settings=_server_sampling(settings, max_tokens, _stop_ids(codec, call.stop)),
+                deadline=deadline,
+                started_at=started_at,
+                codec=codec,
+                with_texts=with_texts,
+                on_delta=on_delta,
             )
+            generation, version = await self._generate(sampling)
             session.require_active()
             num_prompt_tokens = prepared.num_context_tokens
             turn = _sampled_turn(prepared, generation, settings, version, request_id, started_at)
             content = codec.decode(generation.token_ids)
+            if sampling.text is not None:
+                sampling.text.finish(content)
+                content = sampling.text.text  # what the listener has heard is what it will send back
             prepared.owner.commit(prepared.chain, turn, key=prepared.key, answer=content, mark=prepared.mark)
         self._metrics.observe_turn(
             model_id,
@@ -203,29 +213,17 @@ class MultiModelGatewayRouter:
 
     # -------------------------------------------------------------- the generation
 
-    async def _generate(
-        self,
-        session: Session,
-        model_id: str,
-        prompt_ids: list[int],
-        sampling: dict[str, float | int | list[int]],
-        request_id: str,
-        deadline: float,
-    ) -> tuple[Generation, int]:
+    async def _generate(self, sampling: _Sampling) -> tuple[Generation, int]:
         """A whole generation and the version that made it. A replica that breaks off is replaced by a ready
-        one until the deadline; nothing of a broken attempt is kept."""
+        one until the deadline; nothing of a broken attempt is kept. Once a listener has heard of an attempt
+        there is no other: half of one answer and half of another is none."""
         pause, attempt = _FIRST_RETRY_S, 0
+        model_id, request_id = sampling.model_id, sampling.request_id
         while True:
-            binding = await self._bindings.wait_until_ready(model_id, deadline)
-            with self._bindings.place(binding, session.affinity) as place:
+            binding = await self._bindings.wait_until_ready(model_id, sampling.deadline)
+            with self._bindings.place(binding, sampling.session.affinity) as place:
                 try:
-                    generation = await place.client.generate(
-                        model=served_name(model_id, place.version),
-                        token_ids=prompt_ids,
-                        sampling=sampling,
-                        request_id=f"{request_id}-{attempt}",
-                        timeout_s=max(deadline - self._clock(), 0.001),
-                    )
+                    generation = await self._attempt(sampling, place, f"{request_id}-{attempt}")
                     _require_whole(generation)
                     return generation, place.version
                 except (BackendUnavailableError, BackendRejectedError) as error:
@@ -236,14 +234,34 @@ class MultiModelGatewayRouter:
             ):
                 raise failure
             self._bindings.note_failure(binding, place.replica_id)
+            if sampling.text is not None:
+                raise failure
             self._metrics.count_retry(model_id)
             logger.warning(
                 "request %s to %s, attempt %d: %s", request_id, place.replica_id, attempt + 1, failure
             )
-            if self._clock() + pause >= deadline:
+            if self._clock() + pause >= sampling.deadline:
                 raise ModelNotReadyError(f"model {model_id!r} did not answer in time: {failure}") from failure
             await asyncio.sleep(pause)
             pause, attempt = min(2 * pause, _LONGEST_RETRY_S), attempt + 1
+
+    async def _attempt(self, sampling: _Sampling, place: Placement, request_id: str) -> Generation:
+        arguments: dict[str, Any] = {
+            "model": served_name(sampling.model_id, place.version),
+            "token_ids": sampling.prompt_ids,
+            "sampling": sampling.settings,
+            "request_id": request_id,
+            "timeout_s": max(sampling.deadline - self._clock(), 0.001),
+        }
+        if sampling.on_delta is None:
+            return await place.client.generate(**arguments)
+        chunks: list[GenerationChunk] = []
+        async with aclosing(place.client.generate_stream(**arguments)) as stream:
+            async for chunk in stream:
+                chunks.append(chunk)
+                if chunk.token_ids:
+                    _tell(sampling, sampling.on_delta, chunk, place.version)
+        return join_chunks(chunks, url=place.client.url)
 
     # -------------------------------------------------------------- after
 
@@ -267,6 +285,27 @@ class MultiModelGatewayRouter:
             num_cached_tokens=0,
             created_at=time.time(),
         )
+
+
+def _tell(sampling: _Sampling, listener: DeltaSink, chunk: GenerationChunk, version: int) -> None:
+    """Hand a piece of the answer on as it comes."""
+    codec = sampling.codec
+    if sampling.text is None:
+        sampling.text = TextStream(codec.decode)
+    listener(
+        ReplyDelta(
+            request_id=sampling.request_id,
+            agent_id=sampling.call.agent_id,
+            model_id=sampling.model_id,
+            policy_version=version,
+            workflow_id=sampling.session.member.workflow_id,
+            created_at=sampling.started_at,
+            num_prompt_tokens=len(sampling.prompt_ids),
+            text=sampling.text.push(chunk.token_ids),
+            logprobs=chunk.logprobs,
+            token_texts=codec.token_texts(chunk.token_ids) if sampling.with_texts else None,
+        )
+    )
 
 
 @contextmanager

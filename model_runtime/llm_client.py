@@ -7,7 +7,8 @@ not be reached, broke off, was too slow, answered 5xx or answered nonsense: anot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -37,6 +38,19 @@ class Generation:
     stop_reason: int | str | None
     num_prompt_tokens: int
     num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationChunk:
+    """What one event of a stream brought. The last one holds no ids but the counts."""
+
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_prompt_tokens: int | None = None
+    num_completion_tokens: int | None = None
+    num_cached_tokens: int = 0
 
 
 class LLMServerClient:
@@ -75,16 +89,32 @@ class LLMServerClient:
         """Sample one answer. `sampling` holds vLLM SamplingParams fields; the sampled tokens' logprobs are
         always asked for. Cancelling this call closes its connection, on which the server aborts the request.
         """
-        body: dict[str, Any] = {
-            "model": model,
-            "token_ids": _plain_ids(token_ids),
-            "sampling_params": {**sampling, "logprobs": 0},
-            "request_id": request_id,
-        }
-        if cache_salt is not None:
-            body["cache_salt"] = cache_salt
+        body = _generate_body(model, token_ids, sampling, request_id, cache_salt)
         answer = await self._generate(body, timeout_s=timeout_s)
         return _generation(answer, model=model, url=self.url)
+
+    async def generate_stream(
+        self,
+        *,
+        model: str,
+        token_ids: Sequence[int] | Int32Array,
+        sampling: dict[str, Any],
+        request_id: str,
+        timeout_s: float,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[GenerationChunk, None]:
+        """As `generate`, token by token as they are sampled. `join_chunks` makes a Generation of them.
+
+        A stream that ends early raises BackendUnavailableError; leaving it early aborts the request."""
+        body = _generate_body(model, token_ids, sampling, request_id, cache_salt)
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        async with self._request("POST", "/inference/v1/generate", body, timeout_s=timeout_s) as response:
+            await _check_status(response, "POST", self.url + "/inference/v1/generate")
+            async for event in _events(response):
+                if event == b"[DONE]":
+                    return
+                yield _chunk(_decode(event, _StreamAnswer, url=self.url), url=self.url)
+        raise BackendUnavailableError(f"{self.url}: the stream of {request_id} broke off")
 
     async def next_token_logprobs(
         self,
@@ -163,6 +193,15 @@ class LLMServerClient:
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float
     ) -> bytes:
+        async with self._request(method, path, body, timeout_s=timeout_s) as response:
+            await _check_status(response, method, self.url + path)
+            return await response.read()
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None, *, timeout_s: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer, while its body is read. What goes wrong meanwhile is BackendUnavailableError."""
         payload = None if body is None else msgspec.json.encode(body)
         headers = self._headers if payload is None else {**self._headers, "Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
@@ -170,8 +209,7 @@ class LLMServerClient:
             async with self._session().request(
                 method, self.url + path, data=payload, headers=headers, timeout=timeout
             ) as response:
-                data = await response.read()
-                status = response.status
+                yield response
         except aiohttp.ClientError as error:
             what = f"{type(error).__name__}: {error}"
             raise BackendUnavailableError(f"{method} {self.url}{path}: {what}") from error
@@ -179,11 +217,6 @@ class LLMServerClient:
             raise BackendUnavailableError(
                 f"{method} {self.url}{path}: no answer within {timeout_s:g} s"
             ) from error
-        if status >= 500:
-            raise BackendUnavailableError(f"{method} {self.url}{path}: {status} {_error_message(data)}")
-        if status >= 400:
-            raise BackendRejectedError(_error_message(data), status_code=status)
-        return data
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
@@ -233,16 +266,29 @@ class _GenerateAnswer(msgspec.Struct):
     model: str | None = None
 
 
+class _ErrorBody(msgspec.Struct):
+    message: str
+
+
+class _StreamChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _StreamAnswer(msgspec.Struct):
+    choices: list[_StreamChoice] = []
+    usage: _Usage | None = None
+    error: _ErrorBody | None = None
+
+
 class _ModelCard(msgspec.Struct):
     id: str
 
 
 class _ModelList(msgspec.Struct):
     data: list[_ModelCard]
-
-
-class _ErrorBody(msgspec.Struct):
-    message: str
 
 
 class _ErrorAnswer(msgspec.Struct):
@@ -271,26 +317,131 @@ def _generation(answer: _GenerateAnswer, *, model: str, url: str) -> Generation:
     choice = _only_choice(answer, url=url)
     if answer.model is not None and answer.model != model:
         raise BackendUnavailableError(f"{url}: asked {model!r}, was answered by {answer.model!r}")
-    entries = (choice.logprobs and choice.logprobs.content) or []
-    num_ids, num_logprobs, num_counted = len(choice.token_ids), len(entries), answer.usage.completion_tokens
-    if not num_ids == num_logprobs == num_counted:
-        raise BackendUnavailableError(
-            f"{url}: an answer of {num_ids} token ids, {num_logprobs} logprobs and a usage of {num_counted}"
-        )
-    if [entry.token_id for entry in entries] != choice.token_ids:
-        raise BackendUnavailableError(f"{url}: the logprobs are not those of the token ids answered")
-    logprobs = np.fromiter((entry.logprob for entry in entries), dtype=np.float32, count=num_ids)
-    if not (logprobs > _MISSING_LOGPROB).all():
-        raise BackendUnavailableError(f"{url}: no logprob for a sampled token of {model!r}")
     details = answer.usage.prompt_tokens_details
-    return Generation(
-        token_ids=np.asarray(choice.token_ids, dtype=np.int32),
-        logprobs=logprobs,
-        finish_reason=choice.finish_reason or "stop",
+    return _checked_generation(
+        choice.token_ids,
+        _logprobs_of(choice.token_ids, choice.logprobs, url=url),
+        finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
+        num_counted=answer.usage.completion_tokens,
         num_prompt_tokens=answer.usage.prompt_tokens,
         num_cached_tokens=(details.cached_tokens or 0) if details else 0,
+        url=url,
     )
+
+
+def join_chunks(chunks: Sequence[GenerationChunk], *, url: str) -> Generation:
+    """The generation a whole stream amounts to, checked as one that came at once."""
+    ids = [id_ for chunk in chunks for id_ in chunk.token_ids]
+    logprobs = [value for chunk in chunks for value in chunk.logprobs]
+    ends = [chunk for chunk in chunks if chunk.finish_reason is not None]
+    counts = [chunk for chunk in chunks if chunk.num_completion_tokens is not None]
+    if len(ends) != 1 or len(counts) != 1:
+        raise BackendUnavailableError(f"{url}: a stream with {len(ends)} ends and {len(counts)} usages")
+    return _checked_generation(
+        ids,
+        logprobs,
+        finish_reason=ends[0].finish_reason,
+        stop_reason=ends[0].stop_reason,
+        num_counted=counts[0].num_completion_tokens or 0,
+        num_prompt_tokens=counts[0].num_prompt_tokens or 0,
+        num_cached_tokens=counts[0].num_cached_tokens,
+        url=url,
+    )
+
+
+def _checked_generation(
+    ids: list[int],
+    logprobs: list[float],
+    *,
+    finish_reason: str | None,
+    stop_reason: int | str | None,
+    num_counted: int,
+    num_prompt_tokens: int,
+    num_cached_tokens: int,
+    url: str,
+) -> Generation:
+    if not len(ids) == len(logprobs) == num_counted:
+        raise BackendUnavailableError(
+            f"{url}: an answer of {len(ids)} token ids, {len(logprobs)} logprobs and a usage of {num_counted}"
+        )
+    values = np.asarray(logprobs, dtype=np.float32)
+    if not (values > _MISSING_LOGPROB).all():
+        raise BackendUnavailableError(f"{url}: no logprob for a sampled token")
+    return Generation(
+        token_ids=np.asarray(ids, dtype=np.int32),
+        logprobs=values,
+        finish_reason=finish_reason or "stop",
+        stop_reason=stop_reason,
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=num_cached_tokens,
+    )
+
+
+def _logprobs_of(ids: Sequence[int], logprobs: _Logprobs | None, *, url: str) -> list[float]:
+    entries = (logprobs and logprobs.content) or []
+    if len(entries) == len(ids) and [entry.token_id for entry in entries] != list(ids):
+        raise BackendUnavailableError(f"{url}: the logprobs are not those of the token ids answered")
+    return [entry.logprob for entry in entries]
+
+
+def _chunk(answer: _StreamAnswer, *, url: str) -> GenerationChunk:
+    if answer.error is not None:
+        raise BackendUnavailableError(f"{url}: the stream failed: {answer.error.message}")
+    if answer.choices:
+        choice = answer.choices[0]
+        ids = choice.token_ids or []
+        return GenerationChunk(
+            token_ids=ids,
+            logprobs=_logprobs_of(ids, choice.logprobs, url=url),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+    if answer.usage is None:
+        return GenerationChunk()
+    details = answer.usage.prompt_tokens_details
+    return GenerationChunk(
+        num_prompt_tokens=answer.usage.prompt_tokens,
+        num_completion_tokens=answer.usage.completion_tokens,
+        num_cached_tokens=(details.cached_tokens or 0) if details else 0,
+    )
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of each server-sent event."""
+    rest = b""
+    async for data in response.content.iter_any():
+        *events, rest = (rest + data).split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: "):
+                yield event[len(b"data: ") :]
+
+
+async def _check_status(response: aiohttp.ClientResponse, method: str, url: str) -> None:
+    if response.status < 400:
+        return
+    message = _error_message(await response.read())
+    if response.status >= 500:
+        raise BackendUnavailableError(f"{method} {url}: {response.status} {message}")
+    raise BackendRejectedError(message, status_code=response.status)
+
+
+def _generate_body(
+    model: str,
+    token_ids: Sequence[int] | Int32Array,
+    sampling: dict[str, Any],
+    request_id: str,
+    cache_salt: str | None,
+) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": model,
+        "token_ids": _plain_ids(token_ids),
+        "sampling_params": {**sampling, "logprobs": 0},
+        "request_id": request_id,
+    }
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    return body
 
 
 def _requested_logprobs(answer: _GenerateAnswer, token_ids: Sequence[int], *, url: str) -> list[float]:

@@ -99,7 +99,9 @@ def test_two_equal_calls_of_the_sdk_are_two_samples(harness: GatewayHarness) -> 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"stream": True}, "stream"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"made_up": True}}, "stream_options"),
         ({"n": 2}, "n"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
