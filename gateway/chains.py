@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from gateway.codec import TextMark
-from gateway.conversation import ConversationKey, Digest
+from gateway.conversation import ConversationKey, Digest, ToolCall
 from model_runtime.errors import InvalidTrajectoryError
 from model_runtime.types import Float32Array, Int32Array, MemberKey, Rewards, Trajectory, Turn, trajectory_id
 
@@ -90,6 +90,10 @@ class Chain:
     def last_id(self) -> int:
         return self.response.ids[-1] if len(self.response) else -1
 
+    def last_turn_ids(self) -> list[int]:
+        """What was sampled last."""
+        return self.response.ids[self.turns[-1].start :].tolist()
+
     def token_ids(self) -> list[int]:
         """What the server was given and gave, so far."""
         return self.prompt_ids.tolist() + self.response.ids.tolist()
@@ -116,10 +120,17 @@ class AgentChains:
         return None
 
     def commit(
-        self, chain: Chain, turn: SampledTurn, *, key: ConversationKey, answer: str, mark: TextMark
+        self,
+        chain: Chain,
+        turn: SampledTurn,
+        *,
+        key: ConversationKey,
+        answer: str,
+        mark: TextMark,
+        tool_calls: Sequence[ToolCall] = (),
     ) -> None:
-        """Append a turn. `key` is the request's conversation, `answer` the text given back for it: together
-        they recognise the agent's next request."""
+        """Append a turn. `key` is the request's conversation, `answer` and `tool_calls` what was given back
+        for it: together they recognise the agent's next request."""
         if chain.index is None:
             chain.index = len(self.chains)
             self.chains.append(chain)
@@ -135,7 +146,7 @@ class AgentChains:
         chain.updated_at = self._commits
         chain.num_messages = len(key) + 1
         chain.mark = mark
-        self._move_tip(chain, key.with_answer(answer))
+        self._move_tip(chain, key.with_answer(answer, tool_calls))
 
     def _move_tip(self, chain: Chain, tip: Digest) -> None:
         if chain.tip:

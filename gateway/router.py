@@ -5,45 +5,38 @@ agent → model → ready binding → chain → ids → that model's server → 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from gateway.bindings import GatewayBindingRegistry, ModelBinding, Placement
+from gateway.bindings import GatewayBindingRegistry, ModelBinding
 from gateway.chains import AgentChains, Chain, SampledTurn
-from gateway.codec import ChatCodec, RenderedPrompt, TextMark
-from gateway.conversation import ChatCall, ChatReply, ConversationKey, DeltaSink, Message, ReplyDelta
+from gateway.codec import ChatCodec, RenderedPrompt, TextMark, is_text
+from gateway.conversation import (
+    Answer,
+    ChatCall,
+    ChatReply,
+    ConversationKey,
+    DeltaSink,
+)
 from gateway.metrics import GatewayMetrics
 from gateway.route_table import AgentModelRouteTable
+from gateway.sampler import Sampler, Sampling
 from gateway.sampling import Settings, merge_settings
 from gateway.sessions import Session
-from gateway.text_stream import TextStream
 from model_runtime.config import RunConfig
 from model_runtime.errors import (
-    BackendRejectedError,
-    BackendUnavailableError,
     InvalidRequestError,
-    ModelNotReadyError,
 )
-from model_runtime.layout import served_name
-from model_runtime.llm_client import Generation, GenerationChunk, join_chunks
+from model_runtime.llm_client import Generation
 from model_runtime.types import Int32Array
 
 logger = logging.getLogger(__name__)
-
-_FIRST_RETRY_S = 0.1
-_LONGEST_RETRY_S = 2.0
-
-# The gateway chose the key and the model's name itself: a server that knows neither has just been
-# restarted, and the request is not to blame.
-_NOT_THE_CALLERS_FAULT = frozenset({401, 403, 404})
 
 
 @dataclass(slots=True, eq=False)
@@ -64,24 +57,6 @@ class _Prepared:
         return self.chain.token_ids() + self.new_ids.tolist()
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Sampling:
-    """What is asked of the server, and who hears of it while it is being sampled."""
-
-    session: Session
-    call: ChatCall
-    model_id: str
-    request_id: str
-    prompt_ids: list[int]
-    settings: dict[str, float | int | list[int]]
-    deadline: float
-    started_at: float
-    codec: ChatCodec
-    with_texts: bool = False
-    on_delta: DeltaSink | None = None
-    text: TextStream | None = None  # what the listener has heard so far
-
-
 class MultiModelGatewayRouter:
     """Answers model calls. One instance per gateway."""
 
@@ -99,6 +74,7 @@ class MultiModelGatewayRouter:
         self._defaults: Settings = {"temperature": config.workflow.temperature}
         self._routes = routes
         self._bindings = bindings
+        self._sampler = Sampler(bindings, metrics, clock)
         self._metrics = metrics
         self._clock = clock
 
@@ -106,8 +82,14 @@ class MultiModelGatewayRouter:
         """Refuse at once what waiting would not mend. Raises ConflictError, UnknownAgentError,
         InvalidRequestError."""
         session.require_active()
-        self._routes.model_of(call.agent_id)
+        model_id = self._routes.model_of(call.agent_id)
         self._settings(session, call)
+        if call.tools and self._models[model_id].rollout.tool_call_parser is None:
+            raise InvalidRequestError(
+                f"model {model_id!r} takes no tools: no parser reads its tool calls; set "
+                "rollout.tool_call_parser to vLLM's for this model family",
+                param="tools",
+            )
 
     async def chat_completion(
         self,
@@ -132,10 +114,11 @@ class MultiModelGatewayRouter:
             max_tokens = self._room(binding, settings, prepared.num_context_tokens)
             if max_tokens <= 0:
                 return self._out_of_room(session, call, binding, request_id, prepared)
-            sampling = _Sampling(
+            sampling = Sampling(
                 session=session,
                 call=call,
                 model_id=model_id,
+                parses=self._parses(call, model_id),
                 request_id=request_id,
                 prompt_ids=prepared.prompt_ids(),
                 settings=_server_sampling(settings, max_tokens, _stop_ids(codec, call.stop)),
@@ -145,15 +128,18 @@ class MultiModelGatewayRouter:
                 with_texts=with_texts,
                 on_delta=on_delta,
             )
-            generation, version = await self._generate(sampling)
+            generation, answer, version = await self._sampler.sample(sampling)
             session.require_active()
             num_prompt_tokens = prepared.num_context_tokens
             turn = _sampled_turn(prepared, generation, settings, version, request_id, started_at)
-            content = codec.decode(generation.token_ids)
-            if sampling.text is not None:
-                sampling.text.finish(content)
-                content = sampling.text.text  # what the listener has heard is what it will send back
-            prepared.owner.commit(prepared.chain, turn, key=prepared.key, answer=content, mark=prepared.mark)
+            prepared.owner.commit(
+                prepared.chain,
+                turn,
+                key=prepared.key,
+                answer=answer.content,
+                tool_calls=answer.tool_calls,
+                mark=prepared.mark,
+            )
         self._metrics.observe_turn(
             model_id,
             call.agent_id,
@@ -161,7 +147,14 @@ class MultiModelGatewayRouter:
             num_sampled_tokens=len(generation.token_ids),
             seconds=turn.ended_at - started_at,
         )
-        return _reply(session, call, model_id, turn, generation, content, codec if with_texts else None)
+        return _reply(session, call, model_id, turn, generation, answer, codec if with_texts else None)
+
+    async def count_tokens(self, session: Session, call: ChatCall) -> int:
+        """Tokens of these messages as the start of a conversation. Raises ModelNotReadyError,
+        InvalidRequestError."""
+        session.require_active()
+        binding = await self._ready(self._routes.model_of(call.agent_id), self._clock() + self._timeout_s)
+        return len((await binding.ready_codec().prompt(call.messages, call.tools)).ids)
 
     # -------------------------------------------------------------- before
 
@@ -197,71 +190,23 @@ class MultiModelGatewayRouter:
         """Reserve the chain this conversation continues, or a new one, until the block ends."""
         codec = binding.ready_codec()
         owner = session.chains_of(call.agent_id, binding.model_id)
-        key = ConversationKey(call.messages)
+        key = ConversationKey(call.messages, call.tools)
         chain = owner.longest_prefix(key)
         if chain is not None:
             with _reserved(chain):
-                rendered = await _render_continuation(codec, chain, call.messages)
+                rendered = await _render_continuation(codec, chain, call)
                 if rendered is not None:
                     yield _Prepared(owner, chain, key, rendered.ids, rendered.mark)
                     return
             owner.num_breaks += 1
             self._metrics.count_chain_break(binding.model_id)
-        rendered = await codec.prompt(call.messages)
+        rendered = await codec.prompt(call.messages, call.tools)
         with _reserved(Chain()) as chain:
             yield _Prepared(owner, chain, key, rendered.ids, rendered.mark)
 
-    # -------------------------------------------------------------- the generation
-
-    async def _generate(self, sampling: _Sampling) -> tuple[Generation, int]:
-        """A whole generation and the version that made it. A replica that breaks off is replaced by a ready
-        one until the deadline; nothing of a broken attempt is kept. Once a listener has heard of an attempt
-        there is no other: half of one answer and half of another is none."""
-        pause, attempt = _FIRST_RETRY_S, 0
-        model_id, request_id = sampling.model_id, sampling.request_id
-        while True:
-            binding = await self._bindings.wait_until_ready(model_id, sampling.deadline)
-            with self._bindings.place(binding, sampling.session.affinity) as place:
-                try:
-                    generation = await self._attempt(sampling, place, f"{request_id}-{attempt}")
-                    _require_whole(generation)
-                    return generation, place.version
-                except (BackendUnavailableError, BackendRejectedError) as error:
-                    failure = error
-            if (
-                isinstance(failure, BackendRejectedError)
-                and failure.status_code not in _NOT_THE_CALLERS_FAULT
-            ):
-                raise failure
-            self._bindings.note_failure(binding, place.replica_id)
-            if sampling.text is not None:
-                raise failure
-            self._metrics.count_retry(model_id)
-            logger.warning(
-                "request %s to %s, attempt %d: %s", request_id, place.replica_id, attempt + 1, failure
-            )
-            if self._clock() + pause >= sampling.deadline:
-                raise ModelNotReadyError(f"model {model_id!r} did not answer in time: {failure}") from failure
-            await asyncio.sleep(pause)
-            pause, attempt = min(2 * pause, _LONGEST_RETRY_S), attempt + 1
-
-    async def _attempt(self, sampling: _Sampling, place: Placement, request_id: str) -> Generation:
-        arguments: dict[str, Any] = {
-            "model": served_name(sampling.model_id, place.version),
-            "token_ids": sampling.prompt_ids,
-            "sampling": sampling.settings,
-            "request_id": request_id,
-            "timeout_s": max(sampling.deadline - self._clock(), 0.001),
-        }
-        if sampling.on_delta is None:
-            return await place.client.generate(**arguments)
-        chunks: list[GenerationChunk] = []
-        async with aclosing(place.client.generate_stream(**arguments)) as stream:
-            async for chunk in stream:
-                chunks.append(chunk)
-                if chunk.token_ids:
-                    _tell(sampling, sampling.on_delta, chunk, place.version)
-        return join_chunks(chunks, url=place.client.url)
+    def _parses(self, call: ChatCall, model_id: str) -> bool:
+        rollout = self._models[model_id].rollout
+        return bool(call.tools and rollout.tool_call_parser) or rollout.reasoning_parser is not None
 
     # -------------------------------------------------------------- after
 
@@ -287,27 +232,6 @@ class MultiModelGatewayRouter:
         )
 
 
-def _tell(sampling: _Sampling, listener: DeltaSink, chunk: GenerationChunk, version: int) -> None:
-    """Hand a piece of the answer on as it comes."""
-    codec = sampling.codec
-    if sampling.text is None:
-        sampling.text = TextStream(codec.decode)
-    listener(
-        ReplyDelta(
-            request_id=sampling.request_id,
-            agent_id=sampling.call.agent_id,
-            model_id=sampling.model_id,
-            policy_version=version,
-            workflow_id=sampling.session.member.workflow_id,
-            created_at=sampling.started_at,
-            num_prompt_tokens=len(sampling.prompt_ids),
-            text=sampling.text.push(chunk.token_ids),
-            logprobs=chunk.logprobs,
-            token_texts=codec.token_texts(chunk.token_ids) if sampling.with_texts else None,
-        )
-    )
-
-
 @contextmanager
 def _reserved(chain: Chain) -> Iterator[Chain]:
     """Nobody else continues the chain meanwhile."""
@@ -318,12 +242,17 @@ def _reserved(chain: Chain) -> Iterator[Chain]:
         chain.reserved = False
 
 
-async def _render_continuation(
-    codec: ChatCodec, chain: Chain, messages: list[Message]
-) -> RenderedPrompt | None:
+async def _render_continuation(codec: ChatCodec, chain: Chain, call: ChatCall) -> RenderedPrompt | None:
     assert chain.mark is not None, "a committed chain knows the text it was sampled after"
-    so_far, new = messages[: chain.num_messages], messages[chain.num_messages :]
-    return await codec.continuation(so_far, new, last_id=chain.last_id, before=chain.mark)
+    so_far, new = call.messages[: chain.num_messages], call.messages[chain.num_messages :]
+    return await codec.continuation(
+        so_far,
+        new,
+        last_id=chain.last_id,
+        before=chain.mark,
+        tools=call.tools,
+        sampled_ids=() if is_text(so_far[-1]) else chain.last_turn_ids(),
+    )
 
 
 def _stop_ids(codec: ChatCodec, stop: tuple[str, ...]) -> list[int]:
@@ -344,15 +273,6 @@ def _server_sampling(
     settings: Settings, max_tokens: int, stop_token_ids: list[int]
 ) -> dict[str, float | int | list[int]]:
     return {**settings, "max_tokens": max_tokens, "stop_token_ids": stop_token_ids}
-
-
-def _require_whole(generation: Generation) -> None:
-    """An answer the server aborted, or of no token, is not an answer: it must not look like a normal end."""
-    if generation.finish_reason not in ("stop", "length") or not len(generation.token_ids):
-        raise BackendUnavailableError(
-            f"the server ended the generation after {len(generation.token_ids)} tokens with "
-            f"{generation.finish_reason!r}"
-        )
 
 
 def _sampled_turn(
@@ -384,18 +304,21 @@ def _reply(
     model_id: str,
     turn: SampledTurn,
     generation: Generation,
-    content: str,
+    answer: Answer,
     codec: ChatCodec | None,
 ) -> ChatReply:
     texts = None if codec is None else tuple(codec.token_texts(generation.token_ids))
+    stopped = generation.finish_reason == "stop"
     return ChatReply(
         request_id=turn.request_id,
         agent_id=call.agent_id,
         model_id=model_id,
         policy_version=turn.version,
         workflow_id=session.member.workflow_id,
-        content=content,
-        finish_reason=generation.finish_reason,
+        content=answer.content,
+        reasoning=answer.reasoning,
+        tool_calls=answer.tool_calls,
+        finish_reason="tool_calls" if stopped and answer.tool_calls else generation.finish_reason,
         token_ids=generation.token_ids,
         logprobs=generation.logprobs,
         token_texts=texts,

@@ -141,6 +141,12 @@ class RolloutConfig(_Section):
     those that requests in flight still use."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of one server (OMP_NUM_THREADS). More than the free cores is ruinous."""
+    tool_call_parser: str | None = None
+    """vLLM's parser for this model family's tool calls ("hermes", "llama3_json", …). None: the model is
+    offered no tools, and a request that brings some is refused."""
+    reasoning_parser: str | None = None
+    """vLLM's parser that keeps reasoning apart from the answer ("qwen3", "deepseek_r1", …). None: whatever
+    the model says is its answer."""
     host: str = "127.0.0.1"
     """Address the servers listen on."""
     start_timeout_s: float = Field(default=300.0, gt=0)

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from model_runtime import llm_wire as wire
 from model_runtime.errors import BackendRejectedError, BackendUnavailableError
 from model_runtime.types import Float32Array, Int32Array
 
@@ -51,6 +52,15 @@ class GenerationChunk:
     num_prompt_tokens: int | None = None
     num_completion_tokens: int | None = None
     num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedAnswer:
+    """An answer taken apart. `calls` holds (id, name, arguments as JSON text)."""
+
+    content: str
+    reasoning: str | None
+    calls: tuple[tuple[str, str, str], ...]
 
 
 class LLMServerClient:
@@ -113,8 +123,36 @@ class LLMServerClient:
             async for event in _events(response):
                 if event == b"[DONE]":
                     return
-                yield _chunk(_decode(event, _StreamAnswer, url=self.url), url=self.url)
+                yield _chunk(_decode(event, wire.StreamAnswer, url=self.url), url=self.url)
         raise BackendUnavailableError(f"{self.url}: the stream of {request_id} broke off")
+
+    async def parse_answer(
+        self,
+        *,
+        prompt_ids: Sequence[int] | Int32Array,
+        token_ids: Sequence[int] | Int32Array,
+        tools: Sequence[dict[str, Any]],
+        request_id: str,
+        timeout_s: float,
+    ) -> ParsedAnswer:
+        """What the server's own tool and reasoning parsers make of sampled ids, the stop token left out."""
+        prompt, ids = _plain_ids(prompt_ids), _plain_ids(token_ids)
+        chat: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]}
+        if tools:
+            chat |= {"tools": list(tools), "tool_choice": "auto"}
+        generated = {
+            "request_id": request_id,
+            "prompt_token_ids": prompt,  # says whether the prompt left a thought open
+            "choices": [{"index": 0, "token_ids": ids, "finish_reason": "stop"}],
+        }
+        body = {"generate_response": generated, "chat_request": chat, "prompt_token_ids": prompt}
+        data = await self._call("POST", "/v1/chat/completions/derender", body, timeout_s=timeout_s)
+        answer = _decode(data, wire.DerenderAnswer, url=self.url)
+        if len(answer.choices) != 1:
+            raise BackendUnavailableError(f"{self.url}: expected one choice, got {len(answer.choices)}")
+        message = answer.choices[0].message
+        calls = [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ()]
+        return ParsedAnswer(message.content or "", message.reasoning, tuple(calls))
 
     async def next_token_logprobs(
         self,
@@ -164,7 +202,7 @@ class LLMServerClient:
     async def list_models(self, *, timeout_s: float = ADMIN_TIMEOUT_S) -> list[str]:
         """Names the server answers to: its base model and every loaded adapter."""
         data = await self._call("GET", "/v1/models", timeout_s=timeout_s)
-        return [card.id for card in _decode(data, _ModelList, url=self.url).data]
+        return [card.id for card in _decode(data, wire.ModelList, url=self.url).data]
 
     async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         """Whether the API process answers and believes its engine alive. A hung engine still says yes."""
@@ -186,9 +224,9 @@ class LLMServerClient:
             await self._http.close()
             self._http = None
 
-    async def _generate(self, body: dict[str, Any], *, timeout_s: float) -> _GenerateAnswer:
+    async def _generate(self, body: dict[str, Any], *, timeout_s: float) -> wire.GenerateAnswer:
         data = await self._call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)
-        return _decode(data, _GenerateAnswer, url=self.url)
+        return _decode(data, wire.GenerateAnswer, url=self.url)
 
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float
@@ -225,74 +263,7 @@ class LLMServerClient:
         return self._http
 
 
-# ------------------------------------------------------------------ what the server answers
-
-
-class _TokenLogprob(msgspec.Struct):
-    token_id: int
-    logprob: float
-
-
-class _TokenEntry(msgspec.Struct):
-    token_id: int
-    logprob: float
-    top_logprobs: list[_TokenLogprob] = []
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_TokenEntry] | None = None
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int]
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: _Logprobs | None = None
-
-
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: _PromptDetails | None = None
-
-
-class _GenerateAnswer(msgspec.Struct):
-    choices: list[_Choice]
-    usage: _Usage
-    model: str | None = None
-
-
-class _ErrorBody(msgspec.Struct):
-    message: str
-
-
-class _StreamChoice(msgspec.Struct):
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: _Logprobs | None = None
-
-
-class _StreamAnswer(msgspec.Struct):
-    choices: list[_StreamChoice] = []
-    usage: _Usage | None = None
-    error: _ErrorBody | None = None
-
-
-class _ModelCard(msgspec.Struct):
-    id: str
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_ModelCard]
-
-
-class _ErrorAnswer(msgspec.Struct):
-    error: _ErrorBody
+# ------------------------------------------------------------------ reading answers
 
 
 _Answer = TypeVar("_Answer")
@@ -307,12 +278,12 @@ def _decode(data: bytes, kind: type[_Answer], *, url: str) -> _Answer:
 
 def _error_message(data: bytes) -> str:
     try:
-        return msgspec.json.decode(data, type=_ErrorAnswer).error.message
+        return msgspec.json.decode(data, type=wire.ErrorAnswer).error.message
     except msgspec.DecodeError:
         return data[:500].decode("utf-8", "replace") or "(empty answer)"
 
 
-def _generation(answer: _GenerateAnswer, *, model: str, url: str) -> Generation:
+def _generation(answer: wire.GenerateAnswer, *, model: str, url: str) -> Generation:
     """Check that the answer is whole and of the model asked for; half an answer must not be recorded."""
     choice = _only_choice(answer, url=url)
     if answer.model is not None and answer.model != model:
@@ -378,14 +349,14 @@ def _checked_generation(
     )
 
 
-def _logprobs_of(ids: Sequence[int], logprobs: _Logprobs | None, *, url: str) -> list[float]:
+def _logprobs_of(ids: Sequence[int], logprobs: wire.Logprobs | None, *, url: str) -> list[float]:
     entries = (logprobs and logprobs.content) or []
     if len(entries) == len(ids) and [entry.token_id for entry in entries] != list(ids):
         raise BackendUnavailableError(f"{url}: the logprobs are not those of the token ids answered")
     return [entry.logprob for entry in entries]
 
 
-def _chunk(answer: _StreamAnswer, *, url: str) -> GenerationChunk:
+def _chunk(answer: wire.StreamAnswer, *, url: str) -> GenerationChunk:
     if answer.error is not None:
         raise BackendUnavailableError(f"{url}: the stream failed: {answer.error.message}")
     if answer.choices:
@@ -444,7 +415,7 @@ def _generate_body(
     return body
 
 
-def _requested_logprobs(answer: _GenerateAnswer, token_ids: Sequence[int], *, url: str) -> list[float]:
+def _requested_logprobs(answer: wire.GenerateAnswer, token_ids: Sequence[int], *, url: str) -> list[float]:
     choice = _only_choice(answer, url=url)
     entries = (choice.logprobs and choice.logprobs.content) or []
     if len(entries) != 1:
@@ -456,7 +427,7 @@ def _requested_logprobs(answer: _GenerateAnswer, token_ids: Sequence[int], *, ur
     return [found[int(token)] for token in token_ids]
 
 
-def _only_choice(answer: _GenerateAnswer, *, url: str) -> _Choice:
+def _only_choice(answer: wire.GenerateAnswer, *, url: str) -> wire.Choice:
     if len(answer.choices) != 1:
         raise BackendUnavailableError(f"{url}: expected one choice, got {len(answer.choices)}")
     return answer.choices[0]

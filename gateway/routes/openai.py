@@ -16,14 +16,14 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.conversation import ChatCall, ChatReply, Message, ReplyDelta
+from gateway.conversation import ChatCall, ChatReply, ReplyDelta, ToolCall
 from gateway.responses import error_response, failure_of, json_response, openai_error
 from gateway.routes.access import gateway_of, session_key
+from gateway.routes.openai_messages import normal_message, offered_tools
 from gateway.routes.serving import BASES, named_agent, serve
 from gateway.sampling import check_settings
 from model_runtime.errors import InvalidRequestError
 
-_MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_call_id"})
 _SAMPLING_FIELDS = (
     "temperature",
     "top_p",
@@ -37,8 +37,6 @@ _SAMPLING_FIELDS = (
 # field → the values that ask for nothing
 _REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
@@ -68,6 +66,8 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     stop: str | list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
     logprobs: bool | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
@@ -81,8 +81,6 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     # Refused when they ask for something.
     n: Any = None
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
     response_format: Any = None
@@ -219,40 +217,8 @@ def to_call(agent_id: str, chat: ChatRequest) -> ChatCall:
         messages=[normal_message(message, index) for index, message in enumerate(chat.messages)],
         sampling=sampling,
         stop=stop,
+        tools=offered_tools(chat.tools, chat.tool_choice, parallel=chat.parallel_tool_calls),
     )
-
-
-def normal_message(message: dict[str, Any], index: int) -> Message:
-    """Role, text content and name, as templates read them. Raises InvalidRequestError for anything more."""
-    where = f"messages[{index}]"
-    for key, value in message.items():
-        if key not in _MESSAGE_KEYS and value not in (None, [], {}, ""):
-            raise InvalidRequestError(
-                f"{where}.{key} is not supported by this gateway", param=f"{where}.{key}"
-            )
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise InvalidRequestError(f"{where}.role must be a name, got {role!r}", param=f"{where}.role")
-    normal: Message = {"role": role, "content": _text(message.get("content"), where)}
-    if isinstance(message.get("name"), str):
-        normal["name"] = message["name"]
-    return normal
-
-
-def _text(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(_is_text_part(part) for part in content):
-        return "\n".join(part["text"] for part in content)  # as vLLM joins them
-    raise InvalidRequestError(
-        f"{where}.content must be text or a list of text parts", param=f"{where}.content"
-    )
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 # ------------------------------------------------------------------ answer
@@ -282,7 +248,7 @@ class ChatExchange:
             "choices": [
                 {
                     "index": 0,
-                    "message": {"role": "assistant", "content": reply.content, "refusal": None},
+                    "message": _message(reply),
                     "finish_reason": reply.finish_reason,
                     "logprobs": _logprobs(reply.token_texts, reply.logprobs.tolist())
                     if self.with_texts
@@ -296,6 +262,21 @@ class ChatExchange:
 
     def writer(self) -> ChunkWriter:
         return ChunkWriter(self.chat)
+
+
+def _message(reply: ChatReply) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
+    if reply.reasoning is not None:
+        message["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        message["content"] = reply.content or None
+        message["tool_calls"] = [_tool_call(call) for call in reply.tool_calls]
+    return message
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
 
 
 def _usage(reply: ChatReply) -> dict[str, Any]:
@@ -339,11 +320,15 @@ class ChunkWriter:
 
     def end(self, reply: ChatReply) -> bytes:
         data = self._opening(reply)
+        if reply.reasoning is not None:
+            data += self._chunk(reply, {"reasoning_content": reply.reasoning})
         rest = reply.content[self._num_chars :]
         texts, values = (reply.token_texts or ())[self._num_logprobs :], reply.logprobs[self._num_logprobs :]
         logprobs = _logprobs(texts, values.tolist()) if self._chat.logprobs and texts else None
         if rest or logprobs is not None:
             data += self._chunk(reply, {"content": rest}, logprobs=logprobs)
+        for index, call in enumerate(reply.tool_calls):
+            data += self._chunk(reply, {"tool_calls": [{"index": index, **_tool_call(call)}]})
         data += self._chunk(reply, {}, finish_reason=reply.finish_reason)
         if self._with_usage:
             data += _event(self._frame(reply) | {"choices": [], "usage": _usage(reply)})
