@@ -24,6 +24,7 @@ from gateway.responses import error_response
 from gateway.route_table import AgentModelRouteTable
 from gateway.router import MultiModelGatewayRouter
 from gateway.routes import admin as admin_routes
+from gateway.routes import anthropic as anthropic_routes
 from gateway.routes import openai as openai_routes
 from gateway.routes import sessions as session_routes
 from gateway.sessions import SessionRegistry
@@ -261,6 +262,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(title="Repertory gateway", lifespan=lifespan)
     app.state.gateway = gateway
     openai_routes.add_routes(app)
+    anthropic_routes.add_routes(app)
     app.include_router(session_routes.router)
     app.include_router(admin_routes.router)
     for kind in (RepertoryError, RequestValidationError, HTTPException, Exception):
@@ -279,7 +281,7 @@ def _document_hot_routes(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         document = generate()
-        document["paths"].update(openai_routes.openapi_paths())
+        document["paths"].update(openai_routes.openapi_paths() | anthropic_routes.openapi_paths())
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
