@@ -103,13 +103,14 @@ class ConversationKey:
     Role, content, name and tool calls count. Ids of tool calls do not, nor how their arguments' JSON is
     written, nor reasoning: agents make up ids, re-serialise arguments and leave reasoning out."""
 
-    __slots__ = ("_rolling", "digests")
+    __slots__ = ("_rolling", "digests", "roles")
 
     def __init__(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> None:
         self._rolling = hashlib.blake2b(digest_size=16)
         if tools:
             self._rolling.update(msgspec.json.encode(tools, order="deterministic"))
         self.digests: list[Digest] = []
+        self.roles = [message["role"] for message in messages]
         for message in messages:
             self._rolling.update(_canonical(message))
             self.digests.append(self._rolling.digest())

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gateway.bindings import GatewayBindingRegistry, ModelBinding
-from gateway.chains import AgentChains, Chain, SampledTurn
-from gateway.codec import ChatCodec, RenderedPrompt, TextMark, is_text
+from gateway.chains import AgentChains, Chain, Match, SampledTurn
+from gateway.codec import ChatCodec, RenderedPrompt, TextMark
 from gateway.conversation import (
     Answer,
     ChatCall,
@@ -44,17 +44,17 @@ class _Prepared:
     """A reserved chain and the ids that come next in it."""
 
     owner: AgentChains
-    chain: Chain
+    match: Match
     key: ConversationKey
     new_ids: Int32Array
     mark: TextMark
 
     @property
     def num_context_tokens(self) -> int:
-        return self.chain.num_tokens + len(self.new_ids)
+        return self.match.chain.num_tokens(self.match.num_turns) + len(self.new_ids)
 
     def prompt_ids(self) -> list[int]:
-        return self.chain.token_ids() + self.new_ids.tolist()
+        return self.match.chain.token_ids(self.match.num_turns) + self.new_ids.tolist()
 
 
 class MultiModelGatewayRouter:
@@ -71,6 +71,7 @@ class MultiModelGatewayRouter:
     ) -> None:
         self._models = {model.model_id: model for model in config.models}
         self._timeout_s = config.gateway.request_timeout_s
+        self._roll_back = config.gateway.roll_back_rewritten_turns
         self._defaults: Settings = {"temperature": config.workflow.temperature}
         self._routes = routes
         self._bindings = bindings
@@ -132,9 +133,11 @@ class MultiModelGatewayRouter:
             session.require_active()
             num_prompt_tokens = prepared.num_context_tokens
             turn = _sampled_turn(prepared, generation, settings, version, request_id, started_at)
+            self._note_rollback(model_id, prepared.match)
             prepared.owner.commit(
-                prepared.chain,
+                prepared.match.chain,
                 turn,
+                num_turns=prepared.match.num_turns,
                 key=prepared.key,
                 answer=answer.content,
                 tool_calls=answer.tool_calls,
@@ -191,18 +194,22 @@ class MultiModelGatewayRouter:
         codec = binding.ready_codec()
         owner = session.chains_of(call.agent_id, binding.model_id)
         key = ConversationKey(call.messages, call.tools)
-        chain = owner.longest_prefix(key)
-        if chain is not None:
-            with _reserved(chain):
-                rendered = await _render_continuation(codec, chain, call)
+        match = owner.match(key, roll_back=self._roll_back)
+        if match is not None:
+            with _reserved(match.chain):
+                rendered = await _render_continuation(codec, match, call)
                 if rendered is not None:
-                    yield _Prepared(owner, chain, key, rendered.ids, rendered.mark)
+                    yield _Prepared(owner, match, key, rendered.ids, rendered.mark)
                     return
             owner.num_breaks += 1
             self._metrics.count_chain_break(binding.model_id)
         rendered = await codec.prompt(call.messages, call.tools)
         with _reserved(Chain()) as chain:
-            yield _Prepared(owner, chain, key, rendered.ids, rendered.mark)
+            yield _Prepared(owner, Match(chain, 0), key, rendered.ids, rendered.mark)
+
+    def _note_rollback(self, model_id: str, match: Match) -> None:
+        if match.num_turns < len(match.chain.turns):
+            self._metrics.count_rollback(model_id, match.num_rolled_back_tokens)
 
     def _parses(self, call: ChatCall, model_id: str) -> bool:
         rollout = self._models[model_id].rollout
@@ -242,16 +249,18 @@ def _reserved(chain: Chain) -> Iterator[Chain]:
         chain.reserved = False
 
 
-async def _render_continuation(codec: ChatCodec, chain: Chain, call: ChatCall) -> RenderedPrompt | None:
-    assert chain.mark is not None, "a committed chain knows the text it was sampled after"
-    so_far, new = call.messages[: chain.num_messages], call.messages[chain.num_messages :]
+async def _render_continuation(codec: ChatCodec, match: Match, call: ChatCall) -> RenderedPrompt | None:
+    chain, num_turns = match.chain, match.num_turns
+    point = chain.points[num_turns - 1]
+    so_far, new = call.messages[: point.num_messages], call.messages[point.num_messages :]
+    sampled_ids = chain.turn_ids(num_turns)
     return await codec.continuation(
         so_far,
         new,
-        last_id=chain.last_id,
-        before=chain.mark,
+        last_id=sampled_ids[-1],
+        before=point.mark,
         tools=call.tools,
-        sampled_ids=() if is_text(so_far[-1]) else chain.last_turn_ids(),
+        sampled_ids=sampled_ids,
     )
 
 

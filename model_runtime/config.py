@@ -311,6 +311,9 @@ class GatewayConfig(_Section):
     """Port to listen on. None: a free one, kept for the whole life of the run."""
     request_timeout_s: float = Field(default=300.0, gt=0)
     """Limit for one model call, the wait for its model included."""
+    roll_back_rewritten_turns: bool = True
+    """What becomes of a sampled turn that the agent sends back in other words. True: it is taken back, and
+    the chain goes on from the turn before it. False: it stays, and the conversation starts a new chain."""
     commit_interval_s: float = Field(default=0.5, ge=0)
     """Longest wait before finalized work is written."""
     commit_max_rows: int = Field(default=256, ge=1)
