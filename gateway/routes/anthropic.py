@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from gateway.conversation import ChatCall, ChatReply, ReplyDelta, ToolCall, argu
 from gateway.responses import Failure, failure_of, json_response
 from gateway.routes.access import gateway_of, session_key
 from gateway.routes.anthropic_messages import MessagesRequest, parse_messages_request, to_call
-from gateway.routes.serving import BASES, named_agent, serve
+from gateway.routes.serving import BASES, document_path, named_agent, serve
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -56,31 +55,10 @@ def add_routes(app: FastAPI) -> None:
 
 
 def openapi_paths() -> dict[str, Any]:
-    """What FastAPI's document lacks."""
-    definition = msgspec.json.schema(MessagesRequest)["$defs"]["MessagesRequest"]
-    content = {"application/json": {"schema": definition}}
-    answers = {
-        "200": {"description": "The answer, in Anthropic's shape"},
-        "4XX": {"description": "The request can't be honoured"},
-        "503": {"description": "The model is not ready; Retry-After says when to ask again"},
-    }
-    paths: dict[str, Any] = {}
-    for base in BASES:
-        names = re.findall(r"{(\w+)}", base)
-        parameters = [
-            {"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names
-        ]
-        for path, summary in (("messages", "Messages"), ("messages/count_tokens", "Count tokens")):
-            paths[f"{base}/v1/{path}"] = {
-                "post": {
-                    "tags": ["anthropic"],
-                    "summary": summary,
-                    "parameters": parameters,
-                    "requestBody": {"required": True, "content": content},
-                    "responses": answers,
-                }
-            }
-    return paths
+    count = "/v1/messages/count_tokens"
+    return document_path(
+        "/v1/messages", tag="anthropic", summary="Messages", body=MessagesRequest
+    ) | document_path(count, tag="anthropic", summary="Count tokens", body=MessagesRequest)
 
 
 # ------------------------------------------------------------------ answers

@@ -20,7 +20,7 @@ from gateway.conversation import ChatCall, ChatReply, ReplyDelta, ToolCall
 from gateway.responses import error_response, failure_of, json_response, openai_error
 from gateway.routes.access import gateway_of, session_key
 from gateway.routes.openai_messages import normal_message, offered_tools
-from gateway.routes.serving import BASES, named_agent, serve
+from gateway.routes.serving import BASES, document_path, named_agent, serve
 from gateway.sampling import check_settings
 from model_runtime.errors import InvalidRequestError
 
@@ -131,35 +131,9 @@ def add_routes(app: FastAPI) -> None:
 
 
 def openapi_paths() -> dict[str, Any]:
-    """What FastAPI's document lacks."""
-    schema = msgspec.json.schema(ChatRequest)
-    definition = schema["$defs"]["ChatRequest"]
-    paths: dict[str, Any] = {}
-    for base in BASES:
-        names = re.findall(r"{(\w+)}", base)
-        parameters = [
-            {"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names
-        ]
-        answers = {
-            "200": {"description": "The answer, in OpenAI's shape"},
-            "4XX": {"description": "The request can't be honoured"},
-            "503": {"description": "The model is not ready; Retry-After says when to ask again"},
-        }
-        content = {"application/json": {"schema": definition}}
-        paths[f"{base}/v1/chat/completions"] = {
-            "post": {
-                "tags": ["openai"],
-                "summary": "Chat Completions",
-                "parameters": parameters,
-                "requestBody": {"required": True, "content": content},
-                "responses": answers,
-            }
-        }
-        listing = {"200": {"description": "The agents of this session"}}
-        paths[f"{base}/v1/models"] = {
-            "get": {"tags": ["openai"], "summary": "Agents", "parameters": parameters, "responses": listing}
-        }
-    return paths
+    return document_path(
+        "/v1/chat/completions", tag="openai", summary="Chat Completions", body=ChatRequest
+    ) | document_path("/v1/models", tag="openai", summary="Agents", body=None)
 
 
 # ------------------------------------------------------------------ request

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -59,6 +61,27 @@ class Exchange(Protocol):
     def answer(self, reply: ChatReply) -> Response: ...
 
     def writer(self) -> EventWriter: ...
+
+
+def document_path(path: str, *, tag: str, summary: str, body: type[msgspec.Struct] | None) -> dict[str, Any]:
+    """What FastAPI's document lacks of a route at every base: it has no hand in these."""
+    answers = {"200": {"description": f"The answer, in the shape of {tag}'s API"}}
+    operation: dict[str, Any] = {"tags": [tag], "summary": summary, "responses": answers}
+    if body is not None:
+        answers["4XX"] = {"description": "The request can't be honoured"}
+        answers["503"] = {"description": "The model is not ready; Retry-After says when to ask again"}
+        definition = msgspec.json.schema(body)["$defs"][body.__name__]
+        content = {"application/json": {"schema": definition}}
+        operation["requestBody"] = {"required": True, "content": content}
+    paths: dict[str, Any] = {}
+    for base in BASES:
+        names = re.findall(r"{(\w+)}", base)
+        parameters = [
+            {"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names
+        ]
+        method = "get" if body is None else "post"
+        paths[f"{base}{path}"] = {method: {**operation, "parameters": parameters}}
+    return paths
 
 
 Parse = Callable[[Request, bytes], Exchange]
