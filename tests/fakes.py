@@ -368,6 +368,7 @@ class FakeRolloutServer:
         self.token_delay_s, self.break_after, self.break_by = 0.0, -1, "drop"  # of streams
         self.derendered: list[dict[str, Any]] = []
         self.fail_derender = 0
+        self.num_sampled = 0
         self._num_answers = 0
 
     def logprobs(self, count: int) -> list[float]:
@@ -428,6 +429,7 @@ class FakeRolloutServer:
         limit = body["sampling_params"]["max_tokens"]
         whole = self.answer_ids(text)
         ids = whole[:limit]
+        self.num_sampled += len(ids)
         content = [
             {"token_id": id_, "logprob": logprob, "rank": 1, "top_logprobs": []}
             for id_, logprob in zip(ids, self.logprobs(len(ids)), strict=True)
