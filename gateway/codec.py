@@ -105,7 +105,7 @@ class ChatCodec:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, RecursionError) as error:
             raise InvalidRequestError(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from error

@@ -154,7 +154,7 @@ def arguments_object(arguments: Any) -> Any:
         return {}
     try:
         value = msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
 

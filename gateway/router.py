@@ -194,7 +194,10 @@ class MultiModelGatewayRouter:
         codec = binding.ready_codec()
         owner = session.chains_of(call.agent_id, binding.model_id)
         key = ConversationKey(call.messages, call.tools)
+        num_ambiguous = owner.num_ambiguous
         match = owner.match(key, roll_back=self._roll_back)
+        if owner.num_ambiguous > num_ambiguous:
+            self._metrics.count_ambiguous(binding.model_id)
         if match is not None:
             with _reserved(match.chain):
                 rendered = await _render_continuation(codec, match, call)

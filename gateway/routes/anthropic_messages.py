@@ -8,6 +8,7 @@ import msgspec
 
 from gateway.conversation import ChatCall, Message, Tool, tool_call_entry
 from gateway.routes.openai_messages import function_tool
+from gateway.routes.serving import decode_body
 from gateway.sampling import check_settings
 from model_runtime.errors import InvalidRequestError
 
@@ -64,12 +65,7 @@ _DECODER = msgspec.json.Decoder(MessagesRequest)
 
 def parse_messages_request(body: bytes) -> MessagesRequest:
     """Raises InvalidRequestError naming what is wrong, unknown, or can't be honoured."""
-    try:
-        request = _DECODER.decode(body)
-    except msgspec.ValidationError as error:
-        raise InvalidRequestError(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    request = decode_body(_DECODER, body)
     for name, neutral in _REFUSED_UNLESS.items():
         if getattr(request, name) not in neutral:
             raise _refused(f"{name} is not supported by this gateway", name)

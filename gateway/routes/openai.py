@@ -6,7 +6,6 @@ injection. A field that can't be honoured is refused by name, never ignored.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from gateway.conversation import ChatCall, ChatReply, ReplyDelta, ToolCall
 from gateway.responses import error_response, failure_of, json_response, openai_error
 from gateway.routes.access import gateway_of, session_key
 from gateway.routes.openai_messages import normal_message, offered_tools
-from gateway.routes.serving import BASES, document_path, named_agent, serve
+from gateway.routes.serving import BASES, decode_body, document_path, named_agent, serve
 from gateway.sampling import check_settings
 from model_runtime.errors import InvalidRequestError
 
@@ -148,12 +147,7 @@ def parse(request: Request, body: bytes) -> ChatExchange:
 
 def parse_chat_request(body: bytes) -> ChatRequest:
     """Raises InvalidRequestError naming the field that is wrong, unknown, or can't be honoured."""
-    try:
-        chat = _DECODER.decode(body)
-    except msgspec.ValidationError as error:
-        raise InvalidRequestError(str(error), param=_field_named_in(str(error))) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    chat = decode_body(_DECODER, body)
     for name, neutral in _REFUSED_UNLESS.items():
         value = getattr(chat, name)
         if value not in neutral or (isinstance(value, bool) and name == "n"):
@@ -353,11 +347,6 @@ def _logprobs(texts: Sequence[str] | None, values: Sequence[float]) -> dict[str,
         ],
         "refusal": None,
     }
-
-
-def _field_named_in(message: str) -> str | None:
-    found = re.search(r"at `\$\.(\w+)|unknown field `(\w+)`|required field `(\w+)`", message)
-    return next((name for name in found.groups() if name), None) if found else None
 
 
 def _short(value: Any) -> str:

@@ -8,6 +8,7 @@ import msgspec
 
 from gateway.conversation import ChatCall, Message, Tool, tool_call_entry
 from gateway.routes.openai_messages import function_tool, offered_tools
+from gateway.routes.serving import decode_body
 from gateway.sampling import check_settings
 from model_runtime.errors import InvalidRequestError
 
@@ -75,12 +76,7 @@ _DECODER = msgspec.json.Decoder(ResponsesRequest)
 
 def parse_responses_request(body: bytes) -> ResponsesRequest:
     """Raises InvalidRequestError naming what is wrong, unknown, or can't be honoured."""
-    try:
-        request = _DECODER.decode(body)
-    except msgspec.ValidationError as error:
-        raise InvalidRequestError(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    request = decode_body(_DECODER, body)
     for name, neutral in _REFUSED_UNLESS.items():
         value = getattr(request, name)
         if value not in neutral or (isinstance(value, bool) and name == "top_logprobs"):

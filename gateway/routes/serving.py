@@ -22,11 +22,12 @@ from gateway.conversation import ChatCall, ChatReply, ReplyDelta
 from gateway.responses import status_of
 from gateway.routes.access import gateway_of, session_key
 from gateway.sessions import Session
-from model_runtime.errors import UnknownAgentError
+from model_runtime.errors import InvalidRequestError, UnknownAgentError
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Body = TypeVar("Body")
 
 CLIENT_CLOSED_REQUEST = 499  # never seen by the client; for the counters
 
@@ -61,6 +62,23 @@ class Exchange(Protocol):
     def answer(self, reply: ChatReply) -> Response: ...
 
     def writer(self) -> EventWriter: ...
+
+
+def decode_body(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+    """Raises InvalidRequestError naming the field that is wrong or unknown."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(str(error), param=_field_named_in(str(error))) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply") from None
+
+
+def _field_named_in(message: str) -> str | None:
+    found = re.search(r"at `\$\.(\w+)|unknown field `(\w+)`|required field `(\w+)`", message)
+    return next((name for name in found.groups() if name), None) if found else None
 
 
 def document_path(path: str, *, tag: str, summary: str, body: type[msgspec.Struct] | None) -> dict[str, Any]:

@@ -163,6 +163,26 @@ def test_malformed_bodies_are_400_in_the_error_shape(harness: GatewayHarness, bo
     assert refusal(harness.http.post(path, content=body, headers=session.headers))[0] == 400
 
 
+DEEP = b"[" * 5000 + b"]" * 5000
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [{"role": "user", "content": ' + DEEP + b"}]}",
+        b'{"input": ' + DEEP + b"}",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": ["x"], "content": "x"}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "tools": [[]], "input": "x"}',
+    ],
+)
+def test_hostile_bodies_are_the_callers_fault(harness: GatewayHarness, path: str, body: bytes) -> None:
+    session = harness.open_session()
+    url = f"/sessions/{session.session_id}/agents/planner/v1/{path}"
+    assert harness.http.post(url, content=body, headers=session.headers).status_code == 400
+
+
 def test_errors_of_every_route_have_one_shape(harness: GatewayHarness) -> None:
     assert refusal(harness.http.get("/nowhere")) == (404, "http_error", None)
     assert refusal(harness.http.get("/groups")) == (405, "http_error", None)
