@@ -24,7 +24,9 @@ from gateway.responses import error_response
 from gateway.route_table import AgentModelRouteTable
 from gateway.router import MultiModelGatewayRouter
 from gateway.routes import admin as admin_routes
+from gateway.routes import anthropic as anthropic_routes
 from gateway.routes import openai as openai_routes
+from gateway.routes import openai_responses as responses_routes
 from gateway.routes import sessions as session_routes
 from gateway.sessions import SessionRegistry
 from model_runtime.config import RunConfig
@@ -48,6 +50,8 @@ SWEEP_INTERVAL_S = 0.5
 EPOCH_CHECK_INTERVAL_S = 3.0
 # Of the 10 s a stopping gateway may take: what the ingestor gets to make finalized work durable.
 FLUSH_TIMEOUT_S = 4.0
+
+_APIS = (openai_routes, responses_routes, anthropic_routes)
 
 _STATE_ORDER: dict[str, int] = {"run": 0, "drain": 1, "stop": 2}
 
@@ -260,7 +264,8 @@ def create_app(gateway: Gateway) -> FastAPI:
 
     app = FastAPI(title="Repertory gateway", lifespan=lifespan)
     app.state.gateway = gateway
-    openai_routes.add_routes(app)
+    for api in _APIS:
+        api.add_routes(app)
     app.include_router(session_routes.router)
     app.include_router(admin_routes.router)
     for kind in (RepertoryError, RequestValidationError, HTTPException, Exception):
@@ -279,7 +284,8 @@ def _document_hot_routes(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         document = generate()
-        document["paths"].update(openai_routes.openapi_paths())
+        for api in _APIS:
+            document["paths"].update(api.openapi_paths())
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -1,58 +1,28 @@
 """What one agent's conversations were, token by token.
 
 A *chain* is one linear conversation: a rendered prompt, then turns the policy sampled (mask 1) with context
-between them (mask 0). It grows only by whole, successful turns; while one is being generated the chain is
+between them (mask 0). It grows only by whole, successful turns, and loses its last one only when a turn that
+takes its place is committed; while one is being generated the chain is
 reserved, and a failed or cancelled generation leaves it as it was. Sampled ids are kept as they came and are
 never made from text again.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-import msgspec
 import numpy as np
 
 from gateway.codec import TextMark
+from gateway.conversation import ConversationKey, Digest, ToolCall
 from model_runtime.errors import InvalidTrajectoryError
 from model_runtime.types import Float32Array, Int32Array, MemberKey, Rewards, Trajectory, Turn, trajectory_id
 
-Message = dict[str, Any]
-Digest = bytes
-
 # The rollout servers run with this setting: logprobs of the distribution the token was drawn from.
 LOGPROBS_MODE = "processed_logprobs"
-
-
-class ConversationKey:
-    """Rolling digests of a conversation: `digests[k]` identifies messages 0 … k by role, content and name."""
-
-    __slots__ = ("_rolling", "digests")
-
-    def __init__(self, messages: Sequence[Message]) -> None:
-        self._rolling = hashlib.blake2b(digest_size=16)
-        self.digests: list[Digest] = []
-        for message in messages:
-            self._rolling.update(_canonical(message))
-            self.digests.append(self._rolling.digest())
-
-    def __len__(self) -> int:
-        return len(self.digests)
-
-    def with_answer(self, content: str) -> Digest:
-        """The digest of this conversation and the assistant's answer to it."""
-        extended = self._rolling.copy()
-        extended.update(_canonical({"role": "assistant", "content": content}))
-        return extended.digest()
-
-
-def _canonical(message: Message) -> bytes:
-    return msgspec.json.encode([message["role"], message["content"], message.get("name")])
 
 
 @dataclass(slots=True)
@@ -66,6 +36,10 @@ class TokenBuffer:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def cut(self, length: int) -> None:
+        for values in (self.ids, self.mask, self.logprobs, self.versions):
+            del values[length:]
 
     def append_context(self, ids: Int32Array) -> None:
         count = len(ids)
@@ -98,32 +72,63 @@ class SampledTurn:
     ended_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """Where a chain stood after one of its turns."""
+
+    asked: Digest  # the conversation that turn answered
+    tip: Digest  # and with the answer
+    num_messages: int
+    mark: TextMark  # of the text the answer was sampled after
+
+
 @dataclass(slots=True, eq=False)
 class Chain:
-    """One linear conversation of one agent. `index` is given at the first committed turn."""
+    """One linear conversation of one agent. `index` is given at the first committed turn.
+
+    What takes `num_turns` speaks of the chain as it was after so many turns."""
 
     index: int | None = None
-    tip: Digest = b""  # of the conversation up to and including the last answer
-    num_messages: int = 0
-    mark: TextMark | None = None  # of the text the last answer was sampled after
     prompt_ids: array = field(default_factory=lambda: array("i"))
     response: TokenBuffer = field(default_factory=TokenBuffer)
     turns: list[Turn] = field(default_factory=list)
+    points: list[_Point] = field(default_factory=list)  # one a turn
     reserved: bool = False
     updated_at: int = 0
     created_at: float = field(default_factory=time.time)
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.response)
+    def num_tokens(self, num_turns: int) -> int:
+        return len(self.prompt_ids) + self._end(num_turns)
 
-    @property
-    def last_id(self) -> int:
-        return self.response.ids[-1] if len(self.response) else -1
-
-    def token_ids(self) -> list[int]:
+    def token_ids(self, num_turns: int) -> list[int]:
         """What the server was given and gave, so far."""
-        return self.prompt_ids.tolist() + self.response.ids.tolist()
+        return self.prompt_ids.tolist() + self.response.ids[: self._end(num_turns)].tolist()
+
+    def turn_ids(self, num_turns: int) -> list[int]:
+        """What was sampled in the last of these turns."""
+        turn = self.turns[num_turns - 1]
+        return self.response.ids[turn.start : turn.end].tolist()
+
+    def _end(self, num_turns: int) -> int:
+        return self.turns[num_turns - 1].end if num_turns else 0
+
+    def cut(self, num_turns: int) -> None:
+        """Forget later turns, and the context before them."""
+        self.response.cut(self._end(num_turns))
+        del self.turns[num_turns:], self.points[num_turns:]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A chain that holds the beginning of a conversation after its first `num_turns` turns."""
+
+    chain: Chain
+    num_turns: int
+
+    @property
+    def num_rolled_back_tokens(self) -> int:
+        """Sampled tokens of later turns, which the conversation has taken another way."""
+        return sum(turn.end - turn.start for turn in self.chain.turns[self.num_turns :])
 
 
 class AgentChains:
@@ -134,12 +139,33 @@ class AgentChains:
         self.model_id = model_id
         self.chains: list[Chain] = []
         self.num_breaks = 0
+        self.num_ambiguous = 0
         self._commits = 0
         self._by_tip: dict[Digest, list[Chain]] = {}
+        self._by_asked: dict[Digest, list[Chain]] = {}  # chains whose last turn can be rolled back
         self._versions: tuple[int, int] | None = None
 
+    def match(self, key: ConversationKey, *, roll_back: bool = True) -> Match | None:
+        """What this conversation goes on from: the free chain that holds most of its beginning.
+
+        A conversation that has the chain's last answer in other words goes on from the turn before it, if
+        that is more than any chain holds in full. Two chains of which that is true: neither."""
+        for index in range(len(key) - 2, -1, -1) if roll_back and self._by_asked else ():
+            if key.digests[index] in self._by_tip:
+                break  # held in full, if only by a chain that is under way
+            if key.roles[index + 1] != "assistant":
+                continue
+            chains = [chain for chain in self._by_asked.get(key.digests[index], ()) if not chain.reserved]
+            if len(chains) == 1:
+                return Match(chains[0], len(chains[0].turns) - 1)
+            if chains:
+                self.num_ambiguous += 1
+                return None
+        exact = self.longest_prefix(key)
+        return Match(exact, len(exact.turns)) if exact is not None else None
+
     def longest_prefix(self, key: ConversationKey) -> Chain | None:
-        """The free chain that holds most of this conversation's beginning; the newest among equals."""
+        """The free chain that ends in most of this conversation's beginning; the newest among equals."""
         for digest in reversed(key.digests[:-1]):
             free = [chain for chain in self._by_tip.get(digest, ()) if not chain.reserved]
             if free:
@@ -147,10 +173,22 @@ class AgentChains:
         return None
 
     def commit(
-        self, chain: Chain, turn: SampledTurn, *, key: ConversationKey, answer: str, mark: TextMark
+        self,
+        chain: Chain,
+        turn: SampledTurn,
+        *,
+        key: ConversationKey,
+        answer: str,
+        mark: TextMark,
+        tool_calls: Sequence[ToolCall] = (),
+        num_turns: int | None = None,
     ) -> None:
-        """Append a turn. `key` is the request's conversation, `answer` the text given back for it: together
-        they recognise the agent's next request."""
+        """Append a turn after the first `num_turns` (None: after all). `key` is the request's conversation,
+        `answer` and `tool_calls` what was given back for it: together they recognise the agent's next
+        request."""
+        self._unlist(chain)
+        if num_turns is not None:
+            chain.cut(num_turns)
         if chain.index is None:
             chain.index = len(self.chains)
             self.chains.append(chain)
@@ -164,18 +202,25 @@ class AgentChains:
         chain.turns.append(_turn(turn, index=len(chain.turns), start=start, end=len(chain.response)))
         self._commits += 1
         chain.updated_at = self._commits
-        chain.num_messages = len(key) + 1
-        chain.mark = mark
-        self._move_tip(chain, key.with_answer(answer))
+        tip = key.with_answer(answer, tool_calls)
+        chain.points.append(_Point(key.digests[-1], tip, len(key) + 1, mark))
+        self._list(chain)
 
-    def _move_tip(self, chain: Chain, tip: Digest) -> None:
-        if chain.tip:
-            before = self._by_tip[chain.tip]
-            before.remove(chain)
-            if not before:
-                del self._by_tip[chain.tip]
-        chain.tip = tip
-        self._by_tip.setdefault(tip, []).append(chain)
+    def _list(self, chain: Chain) -> None:
+        last = chain.points[-1]
+        self._by_tip.setdefault(last.tip, []).append(chain)
+        if len(chain.points) > 1:  # of a first turn there is nothing to keep
+            self._by_asked.setdefault(last.asked, []).append(chain)
+
+    def _unlist(self, chain: Chain) -> None:
+        if chain.points:
+            last = chain.points[-1]
+            for index, digest in ((self._by_tip, last.tip), (self._by_asked, last.asked)):
+                listed = index.get(digest, [])
+                if chain in listed:
+                    listed.remove(chain)
+                    if not listed:
+                        del index[digest]
 
     def version_range(self) -> tuple[int, int] | None:
         """(oldest, newest) version that sampled for this agent."""

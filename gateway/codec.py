@@ -27,11 +27,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from gateway.conversation import Message, Tool
 from model_runtime.documents import TokenizerDocument
 from model_runtime.errors import CorruptObjectError, InvalidRequestError
 from model_runtime.types import Int32Array
-
-Message = dict[str, Any]
 
 # Encoding costs about 1 µs a token. Above this many characters it leaves the event loop's thread.
 OFF_LOOP_CHARS = 4000
@@ -90,17 +89,23 @@ class ChatCodec:
 
     # -------------------------------------------------------------- rendering
 
-    def render_text(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render_text(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The template's text. Raises InvalidRequestError where the template refuses the messages."""
         try:
             return self._template.render(
-                messages=list(messages),
-                tools=None,
+                messages=[_for_template(message) for message in messages],
+                tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, RecursionError) as error:
             raise InvalidRequestError(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from error
@@ -111,9 +116,9 @@ class ChatCodec:
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.int32)
 
-    def render_prompt(self, messages: Sequence[Message]) -> RenderedPrompt:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> RenderedPrompt:
         """The whole conversation, for the start of a chain."""
-        text = self.render_text(messages)
+        text = self.render_text(messages, tools=tools)
         return RenderedPrompt(self.encode(text), TextMark.of(text))
 
     def render_continuation(
@@ -123,14 +128,21 @@ class ChatCodec:
         *,
         last_id: int,
         before: TextMark | None = None,
+        tools: Sequence[Tool] = (),
+        sampled_ids: Sequence[int] = (),
     ) -> RenderedPrompt | None:
         """The ids that follow a chain whose last sampled id is `last_id`.
 
-        `messages` ends with the assistant's answer; `before` marks the text that answer was sampled after.
+        `messages` ends with the assistant's answer; `before` marks the text that answer was sampled after,
+        `sampled_ids` is what was sampled (asked for only where the answer is more than text).
         None: the template does not write the earlier text unchanged, so the chain can't be continued.
         """
-        whole = self.render_text([*messages, *new_messages])
-        tail = self._text_after_answer(messages, new_messages, whole=whole, before=before)
+        whole = self.render_text([*messages, *new_messages], tools=tools)
+        if is_text(messages[-1]):
+            tail = self._text_after_answer(messages, new_messages, tools, whole=whole, before=before)
+        else:
+            sampled = self._text_of_turn(sampled_ids)
+            tail = self._text_after_calls(messages, new_messages, tools, sampled, whole=whole, before=before)
         if tail is None:
             return None
         ids = self.encode(tail)
@@ -139,21 +151,19 @@ class ChatCodec:
             ids = ids[1:]
         return RenderedPrompt(ids, TextMark.of(whole))
 
-    async def prompt(self, messages: Sequence[Message]) -> RenderedPrompt:
+    async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> RenderedPrompt:
         """`render_prompt`, off the event loop's thread when it is long."""
         if _num_chars(messages) > OFF_LOOP_CHARS:
-            return await asyncio.to_thread(self.render_prompt, messages)
-        return self.render_prompt(messages)
+            return await asyncio.to_thread(self.render_prompt, messages, tools)
+        return self.render_prompt(messages, tools)
 
     async def continuation(
-        self, messages: Sequence[Message], new_messages: Sequence[Message], *, last_id: int, before: TextMark
+        self, messages: Sequence[Message], new_messages: Sequence[Message], **proof: Any
     ) -> RenderedPrompt | None:
         """`render_continuation`, off the event loop's thread when it is long."""
         if _num_chars(messages) + _num_chars(new_messages) > OFF_LOOP_CHARS:
-            return await asyncio.to_thread(
-                self.render_continuation, messages, new_messages, last_id=last_id, before=before
-            )
-        return self.render_continuation(messages, new_messages, last_id=last_id, before=before)
+            return await asyncio.to_thread(self.render_continuation, messages, new_messages, **proof)
+        return self.render_continuation(messages, new_messages, **proof)
 
     # -------------------------------------------------------------- decoding
 
@@ -175,6 +185,7 @@ class ChatCodec:
         self,
         messages: Sequence[Message],
         new_messages: Sequence[Message],
+        tools: Sequence[Tool],
         *,
         whole: str,
         before: TextMark | None,
@@ -183,15 +194,59 @@ class ChatCodec:
 
         None unless `whole` is exactly: the text marked by `before`, the answer, and that."""
         answer = messages[-1]["content"]
-        marked = self.render_text(
-            [*messages[:-1], {**messages[-1], "content": self._sentinel}, *new_messages]
-        )
-        head, found, tail = marked.partition(self._sentinel)
-        if not found or self._sentinel in tail or whole != head + answer + tail:
+        head, tail = self._around_answer(messages, new_messages, tools)
+        if tail is None or whole != head + answer + tail:
             return None
         if before is not None and TextMark.of(head) != before:
             return None
         return tail
+
+    def _text_after_calls(
+        self,
+        messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[Tool],
+        sampled: str,
+        *,
+        whole: str,
+        before: TextMark | None,
+    ) -> str | None:
+        """As `_text_after_answer`, for an answer with tool calls or reasoning, which the template writes in
+        a form of its own.
+
+        None unless `whole` is the text marked by `before`, the text that was sampled, and the rest. White
+        space inside the answer may differ: models and templates write JSON with other spaces."""
+        if before is None or TextMark.of(whole[: before.num_chars]) != before:
+            return None
+        rest = whole[before.num_chars :]
+        if rest.startswith(sampled):
+            return rest[len(sampled) :]
+        try:
+            _, tail = self._around_answer(messages, new_messages, tools)
+        except InvalidRequestError:
+            return None  # a template that wants tool messages after calls only
+        if tail is None or not rest.endswith(tail):
+            return None
+        written = rest[: len(rest) - len(tail)]
+        return tail if "".join(written.split()) == "".join(sampled.split()) else None
+
+    def _around_answer(
+        self, messages: Sequence[Message], new_messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[str, str | None]:
+        """The template's text before and after the last of `messages`, were it only text."""
+        stand_in = {"role": messages[-1]["role"], "content": self._sentinel}
+        if "name" in messages[-1]:
+            stand_in["name"] = messages[-1]["name"]
+        marked = self.render_text([*messages[:-1], stand_in, *new_messages], tools=tools)
+        head, found, tail = marked.partition(self._sentinel)
+        return head, tail if found and self._sentinel not in tail else None
+
+    def _text_of_turn(self, ids: Sequence[int]) -> str:
+        """The text of sampled ids with all their markup, the token that ended the turn left out."""
+        kept = _plain(ids)
+        if kept and kept[-1] in self.eos_token_ids:
+            kept = kept[:-1]
+        return self._tokenizer.decode(kept, skip_special_tokens=False)
 
     def _probe_splicing(self) -> str | None:
         """What this template rewrites when it renders an earlier answer; None: nothing that was tried."""
@@ -211,6 +266,25 @@ class ChatCodec:
 
 def _num_chars(messages: Sequence[Message]) -> int:
     return sum(len(message["content"]) for message in messages)
+
+
+def is_text(message: Message) -> bool:
+    """Whether a message holds nothing but text."""
+    return "tool_calls" not in message and "reasoning_content" not in message
+
+
+def _for_template(message: Message) -> Message:
+    """Arguments that are no JSON object are shown to templates as an empty one, as vLLM does: they are in
+    the history, where an error would end the conversation."""
+    calls = message.get("tool_calls")
+    if not calls or all(isinstance(call["function"]["arguments"], dict) for call in calls):
+        return message
+    shown = []
+    for call in calls:
+        arguments = call["function"]["arguments"]
+        arguments = arguments if isinstance(arguments, dict) else {}
+        shown.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": shown}
 
 
 def _plain(ids: Sequence[int] | Int32Array) -> list[int]:

@@ -76,6 +76,9 @@ class GatewayMetrics:
         self._sampled_tokens = counter("sampled_tokens", "Tokens the policies sampled", "model")
         self._retries = counter("backend_retries", "Attempts repeated on another replica", "model")
         self._breaks = counter("chain_breaks", "Conversations the template would not continue", "model")
+        self._rollbacks = counter("rollbacks", "Last turns taken back: the agent rewrote them", "model")
+        self._rolled_back = counter("rolled_back_tokens", "Sampled tokens of those turns", "model")
+        self._ambiguous = counter("ambiguous_rewrites", "Rewritten answers of more than one chain", "model")
         self._no_room = counter("out_of_room", "Answers cut to nothing: the context was full", "model")
         self._rows = counter("trajectories", "Trajectories by what became of them", "model", "outcome")
         self._settlements = counter("settlements", "Executions settled", "status")
@@ -106,6 +109,13 @@ class GatewayMetrics:
 
     def count_retry(self, model_id: str) -> None:
         self._retries.labels(model_id).inc()
+
+    def count_rollback(self, model_id: str, num_tokens: int) -> None:
+        self._rollbacks.labels(model_id).inc()
+        self._rolled_back.labels(model_id).inc(num_tokens)
+
+    def count_ambiguous(self, model_id: str) -> None:
+        self._ambiguous.labels(model_id).inc()
 
     def count_chain_break(self, model_id: str) -> None:
         self._breaks.labels(model_id).inc()

@@ -1,7 +1,8 @@
-"""The one table from exceptions to HTTP answers, in OpenAI's error shape."""
+"""The one table from exceptions to what callers are told, and OpenAI's shape of it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,32 +27,65 @@ def json_response(body: Any, status_code: int = 200, headers: dict[str, str] | N
     return Response(msgspec.json.encode(body), status_code, headers, media_type="application/json")
 
 
-def error_response(error: Exception) -> Response:
-    """The answer to a request that ended with `error`. What is not listed is a 500 without details."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a caller is told of an error, in whatever shape its API has."""
+
+    status_code: int
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = f"{self.retry_after_s:g}"
+        if self.status_code < 500:
+            headers["x-should-retry"] = "false"  # the SDKs would repeat a 409
+        return headers
+
+
+def failure_of(error: Exception) -> Failure:
+    """What is not listed is a 500 without details."""
     match error:
         case GatewayError():
             param = getattr(error, "param", None)
-            return _error(error.status_code, error.code, str(error), param, error.retry_after_s)
+            return Failure(error.status_code, error.code, str(error), param, error.retry_after_s)
         case StoreError():
-            return _error(503, "store_unavailable", f"the store failed: {error}", None, STORE_RETRY_AFTER_S)
+            message = f"the store failed: {error}"
+            return Failure(503, "store_unavailable", message, retry_after_s=STORE_RETRY_AFTER_S)
         case SupersededError():
-            return _error(503, "superseded", str(error), None, None)
+            return Failure(503, "superseded", str(error))
         case RequestValidationError():
             first = error.errors()[0]
             path = ".".join(str(part) for part in first["loc"][1:])
-            return _error(422, "invalid_request", f"{path or 'body'}: {first['msg']}", path or None, None)
+            return Failure(422, "invalid_request", f"{path or 'body'}: {first['msg']}", path or None)
         case HTTPException():
-            return _error(error.status_code, "http_error", str(error.detail), None, None)
+            return Failure(error.status_code, "http_error", str(error.detail))
         case _:
-            return _error(500, "internal_error", "the gateway failed; its log says how", None, None)
+            return Failure(500, "internal_error", "the gateway failed; its log says how")
 
 
-def _error(status: int, code: str, message: str, param: str | None, retry_after_s: float | None) -> Response:
+def status_of(error: Exception) -> int:
+    return failure_of(error).status_code
+
+
+def error_response(error: Exception) -> Response:
+    """The answer to a request that ended with `error`, in OpenAI's shape."""
+    failure = failure_of(error)
+    return json_response(openai_error(failure), failure.status_code, failure.headers)
+
+
+def openai_error(failure: Failure) -> dict[str, Any]:
+    status = failure.status_code
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    headers = {}
-    if retry_after_s is not None:
-        headers["Retry-After"] = f"{retry_after_s:g}"
-    if status < 500:
-        headers["x-should-retry"] = "false"  # the SDKs would repeat a 409
-    body = {"error": {"message": message, "type": kind, "code": code, "param": param}}
-    return json_response(body, status, headers)
+    return {
+        "error": {
+            "message": failure.message,
+            "type": kind,
+            "code": failure.code,
+            "param": failure.param,
+        }
+    }

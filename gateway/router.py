@@ -5,7 +5,6 @@ agent → model → ready binding → chain → ids → that model's server → 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
@@ -16,60 +15,28 @@ from dataclasses import dataclass
 import numpy as np
 
 from gateway.bindings import GatewayBindingRegistry, ModelBinding
-from gateway.chains import AgentChains, Chain, ConversationKey, Message, SampledTurn
+from gateway.chains import AgentChains, Chain, Match, SampledTurn
 from gateway.codec import ChatCodec, RenderedPrompt, TextMark
+from gateway.conversation import (
+    Answer,
+    ChatCall,
+    ChatReply,
+    ConversationKey,
+    DeltaSink,
+)
 from gateway.metrics import GatewayMetrics
 from gateway.route_table import AgentModelRouteTable
+from gateway.sampler import Sampler, Sampling
 from gateway.sampling import Settings, merge_settings
 from gateway.sessions import Session
 from model_runtime.config import RunConfig
 from model_runtime.errors import (
-    BackendRejectedError,
-    BackendUnavailableError,
     InvalidRequestError,
-    ModelNotReadyError,
 )
-from model_runtime.layout import served_name
 from model_runtime.llm_client import Generation
-from model_runtime.types import Float32Array, Int32Array
+from model_runtime.types import Int32Array
 
 logger = logging.getLogger(__name__)
-
-_FIRST_RETRY_S = 0.1
-_LONGEST_RETRY_S = 2.0
-
-# The gateway chose the key and the model's name itself: a server that knows neither has just been
-# restarted, and the request is not to blame.
-_NOT_THE_CALLERS_FAULT = frozenset({401, 403, 404})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatCall:
-    """One model call, whatever API it came by. `messages` hold a role and a text content each."""
-
-    agent_id: str
-    messages: list[Message]
-    sampling: Settings
-    stop: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ChatReply:
-    """The answer, and what the record says of it."""
-
-    request_id: str
-    agent_id: str
-    model_id: str
-    policy_version: int
-    workflow_id: str
-    content: str
-    finish_reason: str
-    token_ids: Int32Array
-    logprobs: Float32Array
-    token_texts: tuple[str, ...] | None
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    created_at: float
 
 
 @dataclass(slots=True, eq=False)
@@ -77,17 +44,17 @@ class _Prepared:
     """A reserved chain and the ids that come next in it."""
 
     owner: AgentChains
-    chain: Chain
+    match: Match
     key: ConversationKey
     new_ids: Int32Array
     mark: TextMark
 
     @property
     def num_context_tokens(self) -> int:
-        return self.chain.num_tokens + len(self.new_ids)
+        return self.match.chain.num_tokens(self.match.num_turns) + len(self.new_ids)
 
     def prompt_ids(self) -> list[int]:
-        return self.chain.token_ids() + self.new_ids.tolist()
+        return self.match.chain.token_ids(self.match.num_turns) + self.new_ids.tolist()
 
 
 class MultiModelGatewayRouter:
@@ -104,9 +71,11 @@ class MultiModelGatewayRouter:
     ) -> None:
         self._models = {model.model_id: model for model in config.models}
         self._timeout_s = config.gateway.request_timeout_s
+        self._roll_back = config.gateway.roll_back_rewritten_turns
         self._defaults: Settings = {"temperature": config.workflow.temperature}
         self._routes = routes
         self._bindings = bindings
+        self._sampler = Sampler(bindings, metrics, clock)
         self._metrics = metrics
         self._clock = clock
 
@@ -114,13 +83,24 @@ class MultiModelGatewayRouter:
         """Refuse at once what waiting would not mend. Raises ConflictError, UnknownAgentError,
         InvalidRequestError."""
         session.require_active()
-        self._routes.model_of(call.agent_id)
+        model_id = self._routes.model_of(call.agent_id)
         self._settings(session, call)
+        if call.tools and self._models[model_id].rollout.tool_call_parser is None:
+            raise InvalidRequestError(
+                f"model {model_id!r} takes no tools: no parser reads its tool calls; set "
+                "rollout.tool_call_parser to vLLM's for this model family",
+                param="tools",
+            )
 
     async def chat_completion(
-        self, session: Session, call: ChatCall, *, with_texts: bool = False
+        self,
+        session: Session,
+        call: ChatCall,
+        *,
+        with_texts: bool = False,
+        on_delta: DeltaSink | None = None,
     ) -> ChatReply:
-        """One generation, recorded in the session's chains.
+        """One generation, recorded in the session's chains. `on_delta` hears of it as it grows.
 
         Raises ModelNotReadyError at the deadline, BackendRejectedError for the server's own 4xx, and
         leaves the record untouched then and when cancelled."""
@@ -135,15 +115,34 @@ class MultiModelGatewayRouter:
             max_tokens = self._room(binding, settings, prepared.num_context_tokens)
             if max_tokens <= 0:
                 return self._out_of_room(session, call, binding, request_id, prepared)
-            sampling = _server_sampling(settings, max_tokens, _stop_ids(codec, call.stop))
-            generation, version = await self._generate(
-                session, model_id, prepared.prompt_ids(), sampling, request_id, deadline
+            sampling = Sampling(
+                session=session,
+                call=call,
+                model_id=model_id,
+                parses=self._parses(call, model_id),
+                request_id=request_id,
+                prompt_ids=prepared.prompt_ids(),
+                settings=_server_sampling(settings, max_tokens, _stop_ids(codec, call.stop)),
+                deadline=deadline,
+                started_at=started_at,
+                codec=codec,
+                with_texts=with_texts,
+                on_delta=on_delta,
             )
+            generation, answer, version = await self._sampler.sample(sampling)
             session.require_active()
             num_prompt_tokens = prepared.num_context_tokens
             turn = _sampled_turn(prepared, generation, settings, version, request_id, started_at)
-            content = codec.decode(generation.token_ids)
-            prepared.owner.commit(prepared.chain, turn, key=prepared.key, answer=content, mark=prepared.mark)
+            self._note_rollback(model_id, prepared.match)
+            prepared.owner.commit(
+                prepared.match.chain,
+                turn,
+                num_turns=prepared.match.num_turns,
+                key=prepared.key,
+                answer=answer.content,
+                tool_calls=answer.tool_calls,
+                mark=prepared.mark,
+            )
         self._metrics.observe_turn(
             model_id,
             call.agent_id,
@@ -151,7 +150,14 @@ class MultiModelGatewayRouter:
             num_sampled_tokens=len(generation.token_ids),
             seconds=turn.ended_at - started_at,
         )
-        return _reply(session, call, model_id, turn, generation, content, codec if with_texts else None)
+        return _reply(session, call, model_id, turn, generation, answer, codec if with_texts else None)
+
+    async def count_tokens(self, session: Session, call: ChatCall) -> int:
+        """Tokens of these messages as the start of a conversation. Raises ModelNotReadyError,
+        InvalidRequestError."""
+        session.require_active()
+        binding = await self._ready(self._routes.model_of(call.agent_id), self._clock() + self._timeout_s)
+        return len((await binding.ready_codec().prompt(call.messages, call.tools)).ids)
 
     # -------------------------------------------------------------- before
 
@@ -187,63 +193,30 @@ class MultiModelGatewayRouter:
         """Reserve the chain this conversation continues, or a new one, until the block ends."""
         codec = binding.ready_codec()
         owner = session.chains_of(call.agent_id, binding.model_id)
-        key = ConversationKey(call.messages)
-        chain = owner.longest_prefix(key)
-        if chain is not None:
-            with _reserved(chain):
-                rendered = await _render_continuation(codec, chain, call.messages)
+        key = ConversationKey(call.messages, call.tools)
+        num_ambiguous = owner.num_ambiguous
+        match = owner.match(key, roll_back=self._roll_back)
+        if owner.num_ambiguous > num_ambiguous:
+            self._metrics.count_ambiguous(binding.model_id)
+        if match is not None:
+            with _reserved(match.chain):
+                rendered = await _render_continuation(codec, match, call)
                 if rendered is not None:
-                    yield _Prepared(owner, chain, key, rendered.ids, rendered.mark)
+                    yield _Prepared(owner, match, key, rendered.ids, rendered.mark)
                     return
             owner.num_breaks += 1
             self._metrics.count_chain_break(binding.model_id)
-        rendered = await codec.prompt(call.messages)
+        rendered = await codec.prompt(call.messages, call.tools)
         with _reserved(Chain()) as chain:
-            yield _Prepared(owner, chain, key, rendered.ids, rendered.mark)
+            yield _Prepared(owner, Match(chain, 0), key, rendered.ids, rendered.mark)
 
-    # -------------------------------------------------------------- the generation
+    def _note_rollback(self, model_id: str, match: Match) -> None:
+        if match.num_turns < len(match.chain.turns):
+            self._metrics.count_rollback(model_id, match.num_rolled_back_tokens)
 
-    async def _generate(
-        self,
-        session: Session,
-        model_id: str,
-        prompt_ids: list[int],
-        sampling: dict[str, float | int | list[int]],
-        request_id: str,
-        deadline: float,
-    ) -> tuple[Generation, int]:
-        """A whole generation and the version that made it. A replica that breaks off is replaced by a ready
-        one until the deadline; nothing of a broken attempt is kept."""
-        pause, attempt = _FIRST_RETRY_S, 0
-        while True:
-            binding = await self._bindings.wait_until_ready(model_id, deadline)
-            with self._bindings.place(binding, session.affinity) as place:
-                try:
-                    generation = await place.client.generate(
-                        model=served_name(model_id, place.version),
-                        token_ids=prompt_ids,
-                        sampling=sampling,
-                        request_id=f"{request_id}-{attempt}",
-                        timeout_s=max(deadline - self._clock(), 0.001),
-                    )
-                    _require_whole(generation)
-                    return generation, place.version
-                except (BackendUnavailableError, BackendRejectedError) as error:
-                    failure = error
-            if (
-                isinstance(failure, BackendRejectedError)
-                and failure.status_code not in _NOT_THE_CALLERS_FAULT
-            ):
-                raise failure
-            self._bindings.note_failure(binding, place.replica_id)
-            self._metrics.count_retry(model_id)
-            logger.warning(
-                "request %s to %s, attempt %d: %s", request_id, place.replica_id, attempt + 1, failure
-            )
-            if self._clock() + pause >= deadline:
-                raise ModelNotReadyError(f"model {model_id!r} did not answer in time: {failure}") from failure
-            await asyncio.sleep(pause)
-            pause, attempt = min(2 * pause, _LONGEST_RETRY_S), attempt + 1
+    def _parses(self, call: ChatCall, model_id: str) -> bool:
+        rollout = self._models[model_id].rollout
+        return bool(call.tools and rollout.tool_call_parser) or rollout.reasoning_parser is not None
 
     # -------------------------------------------------------------- after
 
@@ -279,12 +252,19 @@ def _reserved(chain: Chain) -> Iterator[Chain]:
         chain.reserved = False
 
 
-async def _render_continuation(
-    codec: ChatCodec, chain: Chain, messages: list[Message]
-) -> RenderedPrompt | None:
-    assert chain.mark is not None, "a committed chain knows the text it was sampled after"
-    so_far, new = messages[: chain.num_messages], messages[chain.num_messages :]
-    return await codec.continuation(so_far, new, last_id=chain.last_id, before=chain.mark)
+async def _render_continuation(codec: ChatCodec, match: Match, call: ChatCall) -> RenderedPrompt | None:
+    chain, num_turns = match.chain, match.num_turns
+    point = chain.points[num_turns - 1]
+    so_far, new = call.messages[: point.num_messages], call.messages[point.num_messages :]
+    sampled_ids = chain.turn_ids(num_turns)
+    return await codec.continuation(
+        so_far,
+        new,
+        last_id=sampled_ids[-1],
+        before=point.mark,
+        tools=call.tools,
+        sampled_ids=sampled_ids,
+    )
 
 
 def _stop_ids(codec: ChatCodec, stop: tuple[str, ...]) -> list[int]:
@@ -305,15 +285,6 @@ def _server_sampling(
     settings: Settings, max_tokens: int, stop_token_ids: list[int]
 ) -> dict[str, float | int | list[int]]:
     return {**settings, "max_tokens": max_tokens, "stop_token_ids": stop_token_ids}
-
-
-def _require_whole(generation: Generation) -> None:
-    """An answer the server aborted, or of no token, is not an answer: it must not look like a normal end."""
-    if generation.finish_reason not in ("stop", "length") or not len(generation.token_ids):
-        raise BackendUnavailableError(
-            f"the server ended the generation after {len(generation.token_ids)} tokens with "
-            f"{generation.finish_reason!r}"
-        )
 
 
 def _sampled_turn(
@@ -345,18 +316,21 @@ def _reply(
     model_id: str,
     turn: SampledTurn,
     generation: Generation,
-    content: str,
+    answer: Answer,
     codec: ChatCodec | None,
 ) -> ChatReply:
     texts = None if codec is None else tuple(codec.token_texts(generation.token_ids))
+    stopped = generation.finish_reason == "stop"
     return ChatReply(
         request_id=turn.request_id,
         agent_id=call.agent_id,
         model_id=model_id,
         policy_version=turn.version,
         workflow_id=session.member.workflow_id,
-        content=content,
-        finish_reason=generation.finish_reason,
+        content=answer.content,
+        reasoning=answer.reasoning,
+        tool_calls=answer.tool_calls,
+        finish_reason="tool_calls" if stopped and answer.tool_calls else generation.finish_reason,
         token_ids=generation.token_ids,
         logprobs=generation.logprobs,
         token_texts=texts,

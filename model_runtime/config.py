@@ -143,6 +143,12 @@ class RolloutConfig(Section):
     those that requests in flight still use."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of one server (OMP_NUM_THREADS). More than the free cores is ruinous."""
+    tool_call_parser: str | None = None
+    """vLLM's parser for this model family's tool calls ("hermes", "llama3_json", …). None: the model is
+    offered no tools, and a request that brings some is refused."""
+    reasoning_parser: str | None = None
+    """vLLM's parser that keeps reasoning apart from the answer ("qwen3", "deepseek_r1", …). None: whatever
+    the model says is its answer."""
     host: str = "127.0.0.1"
     """Address the servers listen on."""
     start_timeout_s: float = Field(default=300.0, gt=0)
@@ -283,6 +289,9 @@ class GatewayConfig(Section):
     """Port to listen on. None: a free one, kept for the whole life of the run."""
     request_timeout_s: float = Field(default=300.0, gt=0)
     """Limit for one model call, the wait for its model included."""
+    roll_back_rewritten_turns: bool = True
+    """What becomes of a sampled turn that the agent sends back in other words. True: it is taken back, and
+    the chain goes on from the turn before it. False: it stays, and the conversation starts a new chain."""
     commit_interval_s: float = Field(default=0.5, ge=0)
     """Longest wait before finalized work is written."""
     commit_max_rows: int = Field(default=256, ge=1)

@@ -7,7 +7,8 @@ not be reached, broke off, was too slow, answered 5xx or answered nonsense: anot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from model_runtime import llm_wire as wire
 from model_runtime.errors import BackendRejectedError, BackendUnavailableError
 from model_runtime.types import Float32Array, Int32Array
 
@@ -37,6 +39,28 @@ class Generation:
     stop_reason: int | str | None
     num_prompt_tokens: int
     num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationChunk:
+    """What one event of a stream brought. The last one holds no ids but the counts."""
+
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_prompt_tokens: int | None = None
+    num_completion_tokens: int | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedAnswer:
+    """An answer taken apart. `calls` holds (id, name, arguments as JSON text)."""
+
+    content: str
+    reasoning: str | None
+    calls: tuple[tuple[str, str, str], ...]
 
 
 class LLMServerClient:
@@ -75,16 +99,60 @@ class LLMServerClient:
         """Sample one answer. `sampling` holds vLLM SamplingParams fields; the sampled tokens' logprobs are
         always asked for. Cancelling this call closes its connection, on which the server aborts the request.
         """
-        body: dict[str, Any] = {
-            "model": model,
-            "token_ids": _plain_ids(token_ids),
-            "sampling_params": {**sampling, "logprobs": 0},
-            "request_id": request_id,
-        }
-        if cache_salt is not None:
-            body["cache_salt"] = cache_salt
+        body = _generate_body(model, token_ids, sampling, request_id, cache_salt)
         answer = await self._generate(body, timeout_s=timeout_s)
         return _generation(answer, model=model, url=self.url)
+
+    async def generate_stream(
+        self,
+        *,
+        model: str,
+        token_ids: Sequence[int] | Int32Array,
+        sampling: dict[str, Any],
+        request_id: str,
+        timeout_s: float,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[GenerationChunk, None]:
+        """As `generate`, token by token as they are sampled. `join_chunks` makes a Generation of them.
+
+        A stream that ends early raises BackendUnavailableError; leaving it early aborts the request."""
+        body = _generate_body(model, token_ids, sampling, request_id, cache_salt)
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        async with self._request("POST", "/inference/v1/generate", body, timeout_s=timeout_s) as response:
+            await _check_status(response, "POST", self.url + "/inference/v1/generate")
+            async for event in _events(response):
+                if event == b"[DONE]":
+                    return
+                yield _chunk(_decode(event, wire.StreamAnswer, url=self.url), url=self.url)
+        raise BackendUnavailableError(f"{self.url}: the stream of {request_id} broke off")
+
+    async def parse_answer(
+        self,
+        *,
+        prompt_ids: Sequence[int] | Int32Array,
+        token_ids: Sequence[int] | Int32Array,
+        tools: Sequence[dict[str, Any]],
+        request_id: str,
+        timeout_s: float,
+    ) -> ParsedAnswer:
+        """What the server's own tool and reasoning parsers make of sampled ids, the stop token left out."""
+        prompt, ids = _plain_ids(prompt_ids), _plain_ids(token_ids)
+        chat: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]}
+        if tools:
+            chat |= {"tools": list(tools), "tool_choice": "auto"}
+        generated = {
+            "request_id": request_id,
+            "prompt_token_ids": prompt,  # says whether the prompt left a thought open
+            "choices": [{"index": 0, "token_ids": ids, "finish_reason": "stop"}],
+        }
+        body = {"generate_response": generated, "chat_request": chat, "prompt_token_ids": prompt}
+        data = await self._call("POST", "/v1/chat/completions/derender", body, timeout_s=timeout_s)
+        answer = _decode(data, wire.DerenderAnswer, url=self.url)
+        if len(answer.choices) != 1:
+            raise BackendUnavailableError(f"{self.url}: expected one choice, got {len(answer.choices)}")
+        message = answer.choices[0].message
+        calls = [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ()]
+        return ParsedAnswer(message.content or "", message.reasoning, tuple(calls))
 
     async def next_token_logprobs(
         self,
@@ -134,7 +202,7 @@ class LLMServerClient:
     async def list_models(self, *, timeout_s: float = ADMIN_TIMEOUT_S) -> list[str]:
         """Names the server answers to: its base model and every loaded adapter."""
         data = await self._call("GET", "/v1/models", timeout_s=timeout_s)
-        return [card.id for card in _decode(data, _ModelList, url=self.url).data]
+        return [card.id for card in _decode(data, wire.ModelList, url=self.url).data]
 
     async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         """Whether the API process answers and believes its engine alive. A hung engine still says yes."""
@@ -156,13 +224,22 @@ class LLMServerClient:
             await self._http.close()
             self._http = None
 
-    async def _generate(self, body: dict[str, Any], *, timeout_s: float) -> _GenerateAnswer:
+    async def _generate(self, body: dict[str, Any], *, timeout_s: float) -> wire.GenerateAnswer:
         data = await self._call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)
-        return _decode(data, _GenerateAnswer, url=self.url)
+        return _decode(data, wire.GenerateAnswer, url=self.url)
 
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float
     ) -> bytes:
+        async with self._request(method, path, body, timeout_s=timeout_s) as response:
+            await _check_status(response, method, self.url + path)
+            return await response.read()
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None, *, timeout_s: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer, while its body is read. What goes wrong meanwhile is BackendUnavailableError."""
         payload = None if body is None else msgspec.json.encode(body)
         headers = self._headers if payload is None else {**self._headers, "Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
@@ -170,8 +247,7 @@ class LLMServerClient:
             async with self._session().request(
                 method, self.url + path, data=payload, headers=headers, timeout=timeout
             ) as response:
-                data = await response.read()
-                status = response.status
+                yield response
         except aiohttp.ClientError as error:
             what = f"{type(error).__name__}: {error}"
             raise BackendUnavailableError(f"{method} {self.url}{path}: {what}") from error
@@ -179,11 +255,6 @@ class LLMServerClient:
             raise BackendUnavailableError(
                 f"{method} {self.url}{path}: no answer within {timeout_s:g} s"
             ) from error
-        if status >= 500:
-            raise BackendUnavailableError(f"{method} {self.url}{path}: {status} {_error_message(data)}")
-        if status >= 400:
-            raise BackendRejectedError(_error_message(data), status_code=status)
-        return data
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
@@ -192,61 +263,7 @@ class LLMServerClient:
         return self._http
 
 
-# ------------------------------------------------------------------ what the server answers
-
-
-class _TokenLogprob(msgspec.Struct):
-    token_id: int
-    logprob: float
-
-
-class _TokenEntry(msgspec.Struct):
-    token_id: int
-    logprob: float
-    top_logprobs: list[_TokenLogprob] = []
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_TokenEntry] | None = None
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int]
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: _Logprobs | None = None
-
-
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: _PromptDetails | None = None
-
-
-class _GenerateAnswer(msgspec.Struct):
-    choices: list[_Choice]
-    usage: _Usage
-    model: str | None = None
-
-
-class _ModelCard(msgspec.Struct):
-    id: str
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_ModelCard]
-
-
-class _ErrorBody(msgspec.Struct):
-    message: str
-
-
-class _ErrorAnswer(msgspec.Struct):
-    error: _ErrorBody
+# ------------------------------------------------------------------ reading answers
 
 
 _Answer = TypeVar("_Answer")
@@ -261,39 +278,144 @@ def _decode(data: bytes, kind: type[_Answer], *, url: str) -> _Answer:
 
 def _error_message(data: bytes) -> str:
     try:
-        return msgspec.json.decode(data, type=_ErrorAnswer).error.message
+        return msgspec.json.decode(data, type=wire.ErrorAnswer).error.message
     except msgspec.DecodeError:
         return data[:500].decode("utf-8", "replace") or "(empty answer)"
 
 
-def _generation(answer: _GenerateAnswer, *, model: str, url: str) -> Generation:
+def _generation(answer: wire.GenerateAnswer, *, model: str, url: str) -> Generation:
     """Check that the answer is whole and of the model asked for; half an answer must not be recorded."""
     choice = _only_choice(answer, url=url)
     if answer.model is not None and answer.model != model:
         raise BackendUnavailableError(f"{url}: asked {model!r}, was answered by {answer.model!r}")
-    entries = (choice.logprobs and choice.logprobs.content) or []
-    num_ids, num_logprobs, num_counted = len(choice.token_ids), len(entries), answer.usage.completion_tokens
-    if not num_ids == num_logprobs == num_counted:
-        raise BackendUnavailableError(
-            f"{url}: an answer of {num_ids} token ids, {num_logprobs} logprobs and a usage of {num_counted}"
-        )
-    if [entry.token_id for entry in entries] != choice.token_ids:
-        raise BackendUnavailableError(f"{url}: the logprobs are not those of the token ids answered")
-    logprobs = np.fromiter((entry.logprob for entry in entries), dtype=np.float32, count=num_ids)
-    if not (logprobs > _MISSING_LOGPROB).all():
-        raise BackendUnavailableError(f"{url}: no logprob for a sampled token of {model!r}")
     details = answer.usage.prompt_tokens_details
-    return Generation(
-        token_ids=np.asarray(choice.token_ids, dtype=np.int32),
-        logprobs=logprobs,
-        finish_reason=choice.finish_reason or "stop",
+    return _checked_generation(
+        choice.token_ids,
+        _logprobs_of(choice.token_ids, choice.logprobs, url=url),
+        finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
+        num_counted=answer.usage.completion_tokens,
         num_prompt_tokens=answer.usage.prompt_tokens,
+        num_cached_tokens=(details.cached_tokens or 0) if details else 0,
+        url=url,
+    )
+
+
+def join_chunks(chunks: Sequence[GenerationChunk], *, url: str) -> Generation:
+    """The generation a whole stream amounts to, checked as one that came at once."""
+    ids = [id_ for chunk in chunks for id_ in chunk.token_ids]
+    logprobs = [value for chunk in chunks for value in chunk.logprobs]
+    ends = [chunk for chunk in chunks if chunk.finish_reason is not None]
+    counts = [chunk for chunk in chunks if chunk.num_completion_tokens is not None]
+    if len(ends) != 1 or len(counts) != 1:
+        raise BackendUnavailableError(f"{url}: a stream with {len(ends)} ends and {len(counts)} usages")
+    return _checked_generation(
+        ids,
+        logprobs,
+        finish_reason=ends[0].finish_reason,
+        stop_reason=ends[0].stop_reason,
+        num_counted=counts[0].num_completion_tokens or 0,
+        num_prompt_tokens=counts[0].num_prompt_tokens or 0,
+        num_cached_tokens=counts[0].num_cached_tokens,
+        url=url,
+    )
+
+
+def _checked_generation(
+    ids: list[int],
+    logprobs: list[float],
+    *,
+    finish_reason: str | None,
+    stop_reason: int | str | None,
+    num_counted: int,
+    num_prompt_tokens: int,
+    num_cached_tokens: int,
+    url: str,
+) -> Generation:
+    if not len(ids) == len(logprobs) == num_counted:
+        raise BackendUnavailableError(
+            f"{url}: an answer of {len(ids)} token ids, {len(logprobs)} logprobs and a usage of {num_counted}"
+        )
+    values = np.asarray(logprobs, dtype=np.float32)
+    if not (values > _MISSING_LOGPROB).all():
+        raise BackendUnavailableError(f"{url}: no logprob for a sampled token")
+    return Generation(
+        token_ids=np.asarray(ids, dtype=np.int32),
+        logprobs=values,
+        finish_reason=finish_reason or "stop",
+        stop_reason=stop_reason,
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=num_cached_tokens,
+    )
+
+
+def _logprobs_of(ids: Sequence[int], logprobs: wire.Logprobs | None, *, url: str) -> list[float]:
+    entries = (logprobs and logprobs.content) or []
+    if len(entries) == len(ids) and [entry.token_id for entry in entries] != list(ids):
+        raise BackendUnavailableError(f"{url}: the logprobs are not those of the token ids answered")
+    return [entry.logprob for entry in entries]
+
+
+def _chunk(answer: wire.StreamAnswer, *, url: str) -> GenerationChunk:
+    if answer.error is not None:
+        raise BackendUnavailableError(f"{url}: the stream failed: {answer.error.message}")
+    if answer.choices:
+        choice = answer.choices[0]
+        ids = choice.token_ids or []
+        return GenerationChunk(
+            token_ids=ids,
+            logprobs=_logprobs_of(ids, choice.logprobs, url=url),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+    if answer.usage is None:
+        return GenerationChunk()
+    details = answer.usage.prompt_tokens_details
+    return GenerationChunk(
+        num_prompt_tokens=answer.usage.prompt_tokens,
+        num_completion_tokens=answer.usage.completion_tokens,
         num_cached_tokens=(details.cached_tokens or 0) if details else 0,
     )
 
 
-def _requested_logprobs(answer: _GenerateAnswer, token_ids: Sequence[int], *, url: str) -> list[float]:
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of each server-sent event."""
+    rest = b""
+    async for data in response.content.iter_any():
+        *events, rest = (rest + data).split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: "):
+                yield event[len(b"data: ") :]
+
+
+async def _check_status(response: aiohttp.ClientResponse, method: str, url: str) -> None:
+    if response.status < 400:
+        return
+    message = _error_message(await response.read())
+    if response.status >= 500:
+        raise BackendUnavailableError(f"{method} {url}: {response.status} {message}")
+    raise BackendRejectedError(message, status_code=response.status)
+
+
+def _generate_body(
+    model: str,
+    token_ids: Sequence[int] | Int32Array,
+    sampling: dict[str, Any],
+    request_id: str,
+    cache_salt: str | None,
+) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": model,
+        "token_ids": _plain_ids(token_ids),
+        "sampling_params": {**sampling, "logprobs": 0},
+        "request_id": request_id,
+    }
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    return body
+
+
+def _requested_logprobs(answer: wire.GenerateAnswer, token_ids: Sequence[int], *, url: str) -> list[float]:
     choice = _only_choice(answer, url=url)
     entries = (choice.logprobs and choice.logprobs.content) or []
     if len(entries) != 1:
@@ -305,7 +427,7 @@ def _requested_logprobs(answer: _GenerateAnswer, token_ids: Sequence[int], *, ur
     return [found[int(token)] for token in token_ids]
 
 
-def _only_choice(answer: _GenerateAnswer, *, url: str) -> _Choice:
+def _only_choice(answer: wire.GenerateAnswer, *, url: str) -> wire.Choice:
     if len(answer.choices) != 1:
         raise BackendUnavailableError(f"{url}: expected one choice, got {len(answer.choices)}")
     return answer.choices[0]

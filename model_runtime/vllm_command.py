@@ -55,6 +55,10 @@ def server_argv(model: ModelConfig, environment: VLLMEnvironment, *, port: int) 
     argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"]
     if rollout.max_model_len is not None:
         argv += ["--max-model-len", str(rollout.max_model_len)]
+    if rollout.tool_call_parser is not None:
+        argv += ["--enable-auto-tool-choice", "--tool-call-parser", rollout.tool_call_parser]
+    if rollout.reasoning_parser is not None:
+        argv += ["--reasoning-parser", rollout.reasoning_parser]
     if serves_adapters(model):
         argv += ["--enable-lora", "--max-lora-rank", str(max_lora_rank(model))]
         argv += ["--max-loras", str(rollout.max_live_versions)]

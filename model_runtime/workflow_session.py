@@ -64,6 +64,10 @@ class WorkflowSession:
         """`base_url` for an OpenAI client that speaks as this agent; its key is `api_key`."""
         return f"{self.base_url}/agents/{agent_id}/v1"
 
+    def anthropic_base_url(self, agent_id: str) -> str:
+        """`base_url` for an Anthropic client that speaks as this agent; its key is `api_key`."""
+        return f"{self.base_url}/agents/{agent_id}"
+
     async def chat(self, agent_id: str, messages: list[dict[str, Any]], **sampling: Any) -> ChatReply:
         """Ask an agent. `sampling` takes the fields of a Chat Completions request: max_tokens, temperature,
         stop, seed, … A session may force some of them (held-out runs are greedy).

@@ -22,6 +22,7 @@ from model_runtime.documents import TokenizerDocument
 from model_runtime.errors import ObjectExistsError
 from model_runtime.store import Store
 from model_runtime.types import MemberKey, Settlement, Trajectory, Turn, trajectory_id
+from tests.fake_generation import derender, stream_answer
 
 
 def make_turn(**overrides: Any) -> Turn:
@@ -364,6 +365,10 @@ class FakeRolloutServer:
         self.fail_next: list[int | str] = []  # an HTTP status, "drop" or "abort"
         self.delay_s = 0.0
         self.finish_reason = "stop"
+        self.token_delay_s, self.break_after, self.break_by = 0.0, -1, "drop"  # of streams
+        self.derendered: list[dict[str, Any]] = []
+        self.fail_derender = 0
+        self.num_sampled = 0
         self._num_answers = 0
 
     def logprobs(self, count: int) -> list[float]:
@@ -384,7 +389,16 @@ class FakeRolloutServer:
 
         app = web.Application(client_max_size=64 * 2**20)
         app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/v1/chat/completions/derender", self._derender)
         return app
+
+    async def _derender(self, request: Any) -> Any:
+        from aiohttp import web
+
+        self.derendered.append(await request.json())
+        if self.fail_derender:
+            return web.json_response({"error": {"message": "can't parse"}}, status=self.fail_derender)
+        return web.json_response(derender(self, self.derendered[-1]))
 
     async def _generate(self, request: Any) -> Any:
         from aiohttp import web
@@ -406,7 +420,8 @@ class FakeRolloutServer:
             return web.json_response({"error": {"message": f"refused with {failure}"}}, status=failure)
         if self.served is not None and body["model"] not in self.served:
             return web.json_response({"error": {"message": f"no model {body['model']}"}}, status=404)
-        return web.json_response(self._answer(body, aborted=failure == "abort"))
+        answer = self._answer(body, aborted=failure == "abort")
+        return await stream_answer(self, request, answer) if body.get("stream") else web.json_response(answer)
 
     def _answer(self, body: dict[str, Any], *, aborted: bool) -> dict[str, Any]:
         text = self.answers[min(self._num_answers, len(self.answers) - 1)]
@@ -414,6 +429,7 @@ class FakeRolloutServer:
         limit = body["sampling_params"]["max_tokens"]
         whole = self.answer_ids(text)
         ids = whole[:limit]
+        self.num_sampled += len(ids)
         content = [
             {"token_id": id_, "logprob": logprob, "rank": 1, "top_logprobs": []}
             for id_, logprob in zip(ids, self.logprobs(len(ids)), strict=True)
@@ -465,35 +481,3 @@ def aiohttp_server(make_app: Callable[[], Any]) -> Iterator[str]:
         loop.call_soon_threadsafe(stop.set)
         thread.join(10)
         loop.close()
-
-
-class LiveServer:
-    """An ASGI application on a real port in a thread of its own, as users run it."""
-
-    def __init__(self, app: Any) -> None:
-        import uvicorn
-
-        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False)
-        self._server = uvicorn.Server(config)
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_until_complete(self._server.serve())
-
-    @contextmanager
-    def running(self) -> Iterator[str]:
-        self._thread.start()
-        deadline = time.monotonic() + 10
-        while not self._server.started:
-            assert self._thread.is_alive(), "the server did not start"
-            assert time.monotonic() < deadline, "the server did not start in time"
-            time.sleep(0.01)
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            self._server.should_exit = True
-            self._thread.join(15)
-            self.loop.close()

@@ -18,7 +18,8 @@ from model_runtime.layout import RunLayout
 from model_runtime.store import Store
 from model_runtime.trajectory_log import decode_shard
 from model_runtime.types import Settlement, Trajectory
-from tests.fakes import FakeRolloutServer, LiveServer, make_tokenizer_document
+from tests.fakes import FakeRolloutServer, make_tokenizer_document
+from tests.live_server import LiveServer
 
 RUN_ID = "run"
 ADMIN_KEY = "an-admin-key-for-tests"

@@ -24,6 +24,11 @@ def bearer_key(request: Request) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
+def session_key(request: Request) -> str:
+    """The key an agent's SDK sends: OpenAI's as a bearer, Anthropic's as `x-api-key`."""
+    return bearer_key(request) or request.headers.get("x-api-key", "").strip()
+
+
 def is_admin(request: Request) -> bool:
     return hmac.compare_digest(bearer_key(request).encode(), gateway_of(request).admin_key.encode())
 

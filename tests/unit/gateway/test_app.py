@@ -99,7 +99,9 @@ def test_two_equal_calls_of_the_sdk_are_two_samples(harness: GatewayHarness) -> 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"stream": True}, "stream"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"made_up": True}}, "stream_options"),
         ({"n": 2}, "n"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -159,6 +161,26 @@ def test_malformed_bodies_are_400_in_the_error_shape(harness: GatewayHarness, bo
     session = harness.open_session()
     path = f"/sessions/{session.session_id}/agents/planner/v1/chat/completions"
     assert refusal(harness.http.post(path, content=body, headers=session.headers))[0] == 400
+
+
+DEEP = b"[" * 5000 + b"]" * 5000
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [{"role": "user", "content": ' + DEEP + b"}]}",
+        b'{"input": ' + DEEP + b"}",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": ["x"], "content": "x"}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "tools": [[]], "input": "x"}',
+    ],
+)
+def test_hostile_bodies_are_the_callers_fault(harness: GatewayHarness, path: str, body: bytes) -> None:
+    session = harness.open_session()
+    url = f"/sessions/{session.session_id}/agents/planner/v1/{path}"
+    assert harness.http.post(url, content=body, headers=session.headers).status_code == 400
 
 
 def test_errors_of_every_route_have_one_shape(harness: GatewayHarness) -> None:
@@ -269,6 +291,9 @@ def test_the_openapi_document_names_every_route(harness: GatewayHarness) -> None
         "/sessions/{session_id}/v1/chat/completions",
         "/sessions/{session_id}/agents/{agent_id}/v1/chat/completions",
         "/sessions/{session_id}/agents/{agent_id}/v1/models",
+        "/sessions/{session_id}/agents/{agent_id}/v1/responses",
+        "/sessions/{session_id}/agents/{agent_id}/v1/messages",
+        "/sessions/{session_id}/v1/messages/count_tokens",
         "/admin/models/{model_id}",
         "/admin/desired",
         "/admin/status",

@@ -309,6 +309,15 @@ def test_a_cpu_server_keeps_room_for_the_live_versions(model_path):
     assert "--tensor-parallel-size" not in argv
 
 
+def test_parsers_of_the_config_are_the_servers(model_path):
+    plain = server_argv(model(model_path), CPU, port=1)
+    assert not {"--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser"} & set(plain)
+    config = model(model_path, rollout={"tool_call_parser": "hermes", "reasoning_parser": "qwen3"})
+    argv = server_argv(config, CPU, port=1)
+    assert "--enable-auto-tool-choice" in argv
+    assert (flags(argv)["--tool-call-parser"], flags(argv)["--reasoning-parser"]) == ("hermes", "qwen3")
+
+
 def test_a_frozen_base_serves_no_adapters_and_is_version_0(model_path):
     argv = server_argv(model(model_path, kind="frozen"), CPU, port=1)
     assert "--enable-lora" not in argv

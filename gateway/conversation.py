@@ -1,0 +1,168 @@
+"""What passes between the APIs and the router, whatever API a call came by: messages, answers, deltas.
+
+Messages are as chat templates read them: a role, a text content, and where there are any a name, tool calls
+with their arguments as an object, the id of the call a tool message answers, and the reasoning of an answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from gateway.sampling import Settings
+from model_runtime.types import Float32Array, Int32Array
+
+Message = dict[str, Any]
+Tool = dict[str, Any]
+Digest = bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call the model made. `arguments` is JSON text."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCall:
+    """One model call. `tools` are function definitions, as templates read them."""
+
+    agent_id: str
+    messages: list[Message]
+    sampling: Settings
+    stop: tuple[str, ...] = ()
+    tools: tuple[Tool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChatReply:
+    """The answer, and what the record says of it."""
+
+    request_id: str
+    agent_id: str
+    model_id: str
+    policy_version: int
+    workflow_id: str
+    content: str
+    finish_reason: str  # "stop" | "length" | "tool_calls"
+    token_ids: Int32Array
+    logprobs: Float32Array
+    token_texts: tuple[str, ...] | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    created_at: float
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReplyDelta:
+    """A piece of an answer while it is being sampled. Its text may be empty: a character not yet whole."""
+
+    request_id: str
+    agent_id: str
+    model_id: str
+    policy_version: int
+    workflow_id: str
+    created_at: float
+    num_prompt_tokens: int
+    text: str
+    logprobs: Sequence[float] = ()
+    token_texts: Sequence[str] | None = None  # one for each logprob, when they were asked for
+
+
+DeltaSink = Callable[[ReplyDelta], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an answer's token ids say: text, and what the model's parsers found in it."""
+
+    content: str
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = field(default=())
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.tool_calls and self.reasoning is None
+
+
+# ------------------------------------------------------------------ which conversations are the same
+
+
+class ConversationKey:
+    """Rolling digests of a conversation: `digests[k]` identifies messages 0 … k and the tools offered.
+
+    Role, content, name and tool calls count. Ids of tool calls do not, nor how their arguments' JSON is
+    written, nor reasoning: agents make up ids, re-serialise arguments and leave reasoning out."""
+
+    __slots__ = ("_rolling", "digests", "roles")
+
+    def __init__(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> None:
+        self._rolling = hashlib.blake2b(digest_size=16)
+        if tools:
+            self._rolling.update(msgspec.json.encode(tools, order="deterministic"))
+        self.digests: list[Digest] = []
+        self.roles = [message["role"] for message in messages]
+        for message in messages:
+            self._rolling.update(_canonical(message))
+            self.digests.append(self._rolling.digest())
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+    def with_answer(self, content: str, tool_calls: Sequence[ToolCall] = ()) -> Digest:
+        """The digest of this conversation and the assistant's answer to it."""
+        extended = self._rolling.copy()
+        extended.update(_canonical(answer_message(content, tool_calls)))
+        return extended.digest()
+
+
+def answer_message(
+    content: str, tool_calls: Sequence[ToolCall] = (), reasoning: str | None = None
+) -> Message:
+    """An answer as the message it is in the conversation that goes on from it."""
+    message: Message = {"role": "assistant", "content": content}
+    if reasoning is not None:
+        message["reasoning_content"] = reasoning
+    if tool_calls:
+        message["tool_calls"] = [tool_call_entry(c.call_id, c.name, c.arguments) for c in tool_calls]
+    return message
+
+
+def tool_call_entry(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """One entry of a message's `tool_calls`, its arguments an object where they are one."""
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments_object(arguments)},
+    }
+
+
+def arguments_object(arguments: Any) -> Any:
+    """Arguments written as a JSON object, as that object; anything else as it is."""
+    if not isinstance(arguments, str):
+        return arguments
+    if not arguments.strip():
+        return {}
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _canonical(message: Message) -> bytes:
+    fields = [message["role"], message["content"], message.get("name")]
+    calls = message.get("tool_calls")
+    if calls:
+        fields.append([[c["function"]["name"], c["function"]["arguments"]] for c in calls])
+        return msgspec.json.encode(fields, order="deterministic")
+    return msgspec.json.encode(fields)

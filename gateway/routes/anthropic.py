@@ -1,0 +1,216 @@
+"""Anthropic's Messages API, per session and agent: https://docs.anthropic.com/en/api/messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.conversation import ChatCall, ChatReply, ReplyDelta, ToolCall, arguments_object
+from gateway.responses import Failure, failure_of, json_response
+from gateway.routes.access import gateway_of, session_key
+from gateway.routes.anthropic_messages import MessagesRequest, parse_messages_request, to_call
+from gateway.routes.serving import BASES, document_path, named_agent, serve
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+# ------------------------------------------------------------------ routes
+
+
+async def messages(request: Request) -> Response:
+    """POST /sessions/{session_id}[/agents/{agent_id}]/v1/messages."""
+    return await serve(request, _parse, _refusal)
+
+
+async def count_tokens(request: Request) -> Response:
+    """POST …/v1/messages/count_tokens: what the same request would be billed for as input."""
+    try:
+        gateway = gateway_of(request)
+        session = gateway.sessions.find(request.path_params["session_id"], session_key(request))
+        call = _parse(request, await request.body()).call
+        gateway.router.check(session, call)
+        return json_response({"input_tokens": await gateway.router.count_tokens(session, call)})
+    except Exception as error:  # the edge: every error has an answer in one table
+        return _refusal(error)
+
+
+def add_routes(app: FastAPI) -> None:
+    """Plain Starlette routes, as those of Chat Completions."""
+    for base in BASES:
+        app.add_route(f"{base}/v1/messages", messages, methods=["POST"])
+        app.add_route(f"{base}/v1/messages/count_tokens", count_tokens, methods=["POST"])
+
+
+def openapi_paths() -> dict[str, Any]:
+    count = "/v1/messages/count_tokens"
+    return document_path(
+        "/v1/messages", tag="anthropic", summary="Messages", body=MessagesRequest
+    ) | document_path(count, tag="anthropic", summary="Count tokens", body=MessagesRequest)
+
+
+# ------------------------------------------------------------------ answers
+
+
+def _parse(request: Request, body: bytes) -> MessagesExchange:
+    parsed = parse_messages_request(body)
+    agent_id = named_agent(request, (parsed.metadata or {}).get("agent_id"), parsed.model)
+    return MessagesExchange(parsed, to_call(agent_id, parsed))
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesExchange:
+    """One Messages request and the shape of its answers."""
+
+    request: MessagesRequest
+    call: ChatCall
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.request.stream)
+
+    @property
+    def with_texts(self) -> bool:
+        return False
+
+    def answer(self, reply: ChatReply) -> Response:
+        content: list[dict[str, Any]] = []
+        if reply.reasoning is not None:
+            content.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+        if reply.content:
+            content.append({"type": "text", "text": reply.content, "citations": None})
+        content += [_tool_use(call, arguments_object(call.arguments)) for call in reply.tool_calls]
+        body = _frame(self.request, reply) | {
+            "content": content,
+            "stop_reason": _STOP_REASONS[reply.finish_reason],
+            "usage": _usage(reply.num_prompt_tokens, len(reply.token_ids), reply.num_cached_tokens),
+        }
+        return json_response(body, headers=_headers(reply.request_id))
+
+    def writer(self) -> MessageEventWriter:
+        return MessageEventWriter(self.request)
+
+
+def _frame(request: MessagesRequest, source: ChatReply | ReplyDelta) -> dict[str, Any]:
+    return {
+        "id": f"msg_{source.request_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": request.model or source.model_id,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage(source.num_prompt_tokens, 0, 0),
+        "agent_id": source.agent_id,
+        "model_id": source.model_id,
+        "policy_version": source.policy_version,
+        "workflow_id": source.workflow_id,
+        "request_id": source.request_id,
+    }
+
+
+def _usage(num_prompt: int, num_sampled: int, num_cached: int) -> dict[str, Any]:
+    # Anthropic's input_tokens are those that were not read from a cache.
+    return {
+        "input_tokens": num_prompt - num_cached,
+        "output_tokens": num_sampled,
+        "cache_read_input_tokens": num_cached,
+        "cache_creation_input_tokens": 0,
+    }
+
+
+def _tool_use(call: ToolCall, arguments: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.call_id, "name": call.name, "input": arguments}
+
+
+class MessageEventWriter:
+    """Writes an answer as message_start … message_stop."""
+
+    def __init__(self, request: MessagesRequest) -> None:
+        self._request = request
+        self._started = False
+        self._num_blocks = 0
+        self._text_open = False
+        self._num_chars = 0
+
+    def delta(self, delta: ReplyDelta) -> bytes:
+        return self._opening(delta) + self._text(delta.text)
+
+    def end(self, reply: ChatReply) -> bytes:
+        data = self._opening(reply)
+        if reply.reasoning is not None:
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+            data += self._block(block, {"type": "thinking_delta", "thinking": reply.reasoning})
+        data += self._text(reply.content[self._num_chars :])
+        if self._text_open:
+            data += _event("content_block_stop", {"index": self._num_blocks - 1})
+        for call in reply.tool_calls:
+            piece = {"type": "input_json_delta", "partial_json": call.arguments or "{}"}
+            data += self._block(_tool_use(call, {}), piece)
+        usage = _usage(reply.num_prompt_tokens, len(reply.token_ids), reply.num_cached_tokens)
+        stop = {"stop_reason": _STOP_REASONS[reply.finish_reason], "stop_sequence": None}
+        data += _event("message_delta", {"delta": stop, "usage": usage})
+        return data + _event("message_stop", {})
+
+    def error(self, error: Exception) -> bytes:
+        return _event("error", {"error": _error(failure_of(error))})
+
+    def _opening(self, source: ReplyDelta | ChatReply) -> bytes:
+        if self._started:
+            return b""
+        self._started = True
+        return _event("message_start", {"message": _frame(self._request, source)})
+
+    def _text(self, text: str) -> bytes:
+        if not text:
+            return b""
+        data = b""
+        if not self._text_open:
+            self._text_open = True
+            data = self._start({"type": "text", "text": "", "citations": None})
+        self._num_chars += len(text)
+        piece = {"type": "text_delta", "text": text}
+        return data + _event("content_block_delta", {"index": self._num_blocks - 1, "delta": piece})
+
+    def _block(self, block: dict[str, Any], piece: dict[str, Any]) -> bytes:
+        """A block that comes as one piece."""
+        data = self._start(block)
+        index = self._num_blocks - 1
+        data += _event("content_block_delta", {"index": index, "delta": piece})
+        return data + _event("content_block_stop", {"index": index})
+
+    def _start(self, block: dict[str, Any]) -> bytes:
+        self._num_blocks += 1
+        return _event("content_block_start", {"index": self._num_blocks - 1, "content_block": block})
+
+
+def _event(kind: str, body: dict[str, Any]) -> bytes:
+    return f"event: {kind}\ndata: ".encode() + msgspec.json.encode({"type": kind, **body}) + b"\n\n"
+
+
+def _headers(request_id: str) -> dict[str, str]:
+    return {"X-Request-ID": request_id, "request-id": request_id}
+
+
+def _refusal(error: Exception) -> Response:
+    failure = failure_of(error)
+    body = {"type": "error", "error": _error(failure), "request_id": None}
+    return json_response(body, failure.status_code, failure.headers)
+
+
+def _error(failure: Failure) -> dict[str, Any]:
+    status = failure.status_code
+    kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": kind, "message": failure.message, "code": failure.code}

@@ -1,0 +1,305 @@
+"""What every API's model calls have in common: the key, the ledger, the end of the connection, the counters.
+
+An API brings an `Exchange` for each request: how it was parsed, and how answers look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.calls import CallIdentity
+from gateway.conversation import ChatCall, ChatReply, ReplyDelta
+from gateway.responses import status_of
+from gateway.routes.access import gateway_of, session_key
+from gateway.sessions import Session
+from model_runtime.errors import InvalidRequestError, UnknownAgentError
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Body = TypeVar("Body")
+
+CLIENT_CLOSED_REQUEST = 499  # never seen by the client; for the counters
+
+# The session's own base URL, and that of each of its agents.
+BASES = ("/sessions/{session_id}", "/sessions/{session_id}/agents/{agent_id}")
+
+
+class EventWriter(Protocol):
+    """Writes one answer as server-sent events."""
+
+    def delta(self, delta: ReplyDelta) -> bytes: ...
+
+    def end(self, reply: ChatReply) -> bytes:
+        """All that has not been written yet."""
+        ...
+
+    def error(self, error: Exception) -> bytes: ...
+
+
+class Exchange(Protocol):
+    """One parsed request of an API."""
+
+    @property
+    def call(self) -> ChatCall: ...
+
+    @property
+    def streams(self) -> bool: ...
+
+    @property
+    def with_texts(self) -> bool: ...
+
+    def answer(self, reply: ChatReply) -> Response: ...
+
+    def writer(self) -> EventWriter: ...
+
+
+def decode_body(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+    """Raises InvalidRequestError naming the field that is wrong or unknown."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(str(error), param=_field_named_in(str(error))) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply") from None
+
+
+def _field_named_in(message: str) -> str | None:
+    found = re.search(r"at `\$\.(\w+)|unknown field `(\w+)`|required field `(\w+)`", message)
+    return next((name for name in found.groups() if name), None) if found else None
+
+
+def document_path(path: str, *, tag: str, summary: str, body: type[msgspec.Struct] | None) -> dict[str, Any]:
+    """What FastAPI's document lacks of a route at every base: it has no hand in these."""
+    answers = {"200": {"description": f"The answer, in the shape of {tag}'s API"}}
+    operation: dict[str, Any] = {"tags": [tag], "summary": summary, "responses": answers}
+    if body is not None:
+        answers["4XX"] = {"description": "The request can't be honoured"}
+        answers["503"] = {"description": "The model is not ready; Retry-After says when to ask again"}
+        definition = msgspec.json.schema(body)["$defs"][body.__name__]
+        content = {"application/json": {"schema": definition}}
+        operation["requestBody"] = {"required": True, "content": content}
+    paths: dict[str, Any] = {}
+    for base in BASES:
+        names = re.findall(r"{(\w+)}", base)
+        parameters = [
+            {"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names
+        ]
+        method = "get" if body is None else "post"
+        paths[f"{base}{path}"] = {method: {**operation, "parameters": parameters}}
+    return paths
+
+
+Parse = Callable[[Request, bytes], Exchange]
+Refuse = Callable[[Exception], Response]
+
+
+async def serve(request: Request, parse: Parse, refuse: Refuse) -> Response:
+    """Answer one model call. Errors before the first byte have their status, later ones are an event."""
+    gateway = gateway_of(request)
+    agent_id, session = request.path_params.get("agent_id", ""), None
+    try:
+        session = gateway.sessions.find(request.path_params["session_id"], session_key(request))
+        body = await request.body()
+        exchange = parse(request, body)
+        agent_id = exchange.call.agent_id
+        gateway.router.check(session, exchange.call)
+        identity = _identity(request, agent_id, body)
+        if exchange.streams:
+            response = await _stream(request, session, exchange, identity)
+            if isinstance(response, EventStream):
+                return response  # counted when it ends
+        else:
+            reply = await _until_disconnect(
+                request,
+                session.calls.run(
+                    identity,
+                    lambda: gateway.router.chat_completion(
+                        session, exchange.call, with_texts=exchange.with_texts
+                    ),
+                ),
+            )
+            response = exchange.answer(reply)
+    except _ClientDisconnected:
+        response = Response(status_code=CLIENT_CLOSED_REQUEST)
+    except Exception as error:  # the edge: every error has an answer in one table
+        response = refuse(error)
+        _note_failure(session, agent_id, error, response.status_code)
+    _count(request, agent_id, response.status_code)
+    return response
+
+
+def named_agent(request: Request, *names: Any) -> str:
+    """The agent of the base URL; at the session's own, the one the X-Agent-ID header or the body names."""
+    agent_id = request.path_params.get("agent_id")
+    if agent_id:
+        return agent_id
+    named = request.headers.get("x-agent-id") or next((name for name in names if name), None)
+    if not isinstance(named, str):
+        raise UnknownAgentError(
+            "no agent is named: use the base URL …/agents/<agent_id>, the X-Agent-ID header, "
+            "metadata.agent_id, or model = an agent's id; agents are "
+            f"{sorted(gateway_of(request).routes.agents)}"
+        )
+    return named
+
+
+def _identity(request: Request, agent_id: str, body: bytes) -> CallIdentity:
+    digest = hashlib.blake2b(body, digest_size=16).digest()
+    key = request.headers.get("idempotency-key")
+    if key:
+        return CallIdentity(f"key {agent_id} {key}", digest)
+    # The SDKs say which attempt this is: a first one is a call of its own, whatever its body.
+    fresh = request.headers.get("x-stainless-retry-count") == "0"
+    return CallIdentity(f"body {agent_id} {digest.hex()}", digest, fresh=fresh)
+
+
+def _note_failure(session: Session | None, agent_id: str, error: Exception, status_code: int) -> None:
+    if status_code == 500:
+        logger.error("a model call failed unexpectedly", exc_info=error)
+    if session is not None and status_code >= 500:
+        session.mark_infra(f"agent {agent_id!r} was answered {status_code}: {error}")
+
+
+def _count(request: Request, agent_id: str, status_code: int) -> None:
+    gateway = gateway_of(request)
+    known_agent = agent_id if agent_id in gateway.routes else "unknown"
+    gateway.metrics.count_request(known_agent, status_code)
+
+
+class _ClientDisconnected(Exception):
+    """Nobody is left to answer."""
+
+
+async def _until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The work's result; cancelled as soon as the client hangs up."""
+    task = asyncio.ensure_future(work)
+    # The body has been read, so the next thing to come is the end of the connection.
+    hang_up = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({task, hang_up}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise _ClientDisconnected
+    finally:
+        hang_up.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+# ------------------------------------------------------------------ streams
+
+
+class _LiveReply:
+    """An answer while it is sampled: its deltas in order, then the reply.
+
+    A request that joined another's generation hears no deltas and gets all of it with the reply."""
+
+    def __init__(self) -> None:
+        self._pending: asyncio.Queue[ReplyDelta | None] = asyncio.Queue()
+        self._task: asyncio.Task[ChatReply]
+
+    def put(self, delta: ReplyDelta) -> None:
+        self._pending.put_nowait(delta)
+
+    def follow(self, work: Coroutine[Any, Any, ChatReply]) -> None:
+        self._task = asyncio.create_task(work)
+        self._task.add_done_callback(lambda _: self._pending.put_nowait(None))
+
+    async def next(self) -> ReplyDelta | ChatReply:
+        """Raises what the call raised."""
+        delta = await self._pending.get()
+        return self._task.result() if delta is None else delta
+
+    async def abandon(self) -> None:
+        if not self._task.done():
+            self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def _stream(
+    request: Request, session: Session, exchange: Exchange, identity: CallIdentity
+) -> EventStream:
+    """The response, once its first piece is there. Raises what a call that never began raised."""
+    router, live = gateway_of(request).router, _LiveReply()
+    live.follow(
+        session.calls.run(
+            identity,
+            lambda: router.chat_completion(
+                session, exchange.call, with_texts=exchange.with_texts, on_delta=live.put
+            ),
+        )
+    )
+    try:
+        first = await _until_disconnect(request, live.next())
+    except BaseException:
+        await live.abandon()
+        raise
+    return EventStream(request, session, exchange, live, first)
+
+
+class EventStream(Response):
+    """Server-sent events of one answer. Ends the call when its client hangs up."""
+
+    def __init__(
+        self,
+        request: Request,
+        session: Session,
+        exchange: Exchange,
+        live: _LiveReply,
+        first: ReplyDelta | ChatReply,
+    ) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Request-ID": first.request_id}
+        super().__init__(None, 200, headers, media_type="text/event-stream")
+        # A stream has no length; Starlette announced that of an empty body.
+        self.raw_headers = [h for h in self.raw_headers if h[0] != b"content-length"]
+        self._request, self._session = request, session
+        self._exchange, self._live, self._first = exchange, live, first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        pump = asyncio.ensure_future(self._pump(send))
+        hang_up = asyncio.ensure_future(receive())
+        status = CLIENT_CLOSED_REQUEST
+        try:
+            await asyncio.wait({pump, hang_up}, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                status = pump.result()
+        finally:
+            hang_up.cancel()
+            pump.cancel()
+            await asyncio.gather(pump, return_exceptions=True)
+            await self._live.abandon()
+            _count(self._request, self._exchange.call.agent_id, status)
+
+    async def _pump(self, send: Send) -> int:
+        writer, status = self._exchange.writer(), 200
+        try:
+            item = self._first
+            while isinstance(item, ReplyDelta):
+                data = writer.delta(item)
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                item = await self._live.next()
+            last = writer.end(item)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # the edge, after the first byte
+            status = status_of(error)
+            _note_failure(self._session, self._exchange.call.agent_id, error, status)
+            last = writer.error(error)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+        return status

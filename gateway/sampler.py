@@ -1,0 +1,173 @@
+"""One generation on a model's servers: tried until it is whole, told as it grows, read when it is done."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.bindings import GatewayBindingRegistry, Placement
+from gateway.codec import ChatCodec
+from gateway.conversation import Answer, ChatCall, DeltaSink, ReplyDelta, ToolCall, arguments_object
+from gateway.metrics import GatewayMetrics
+from gateway.sessions import Session
+from gateway.text_stream import TextStream
+from model_runtime.errors import BackendRejectedError, BackendUnavailableError, ModelNotReadyError
+from model_runtime.layout import served_name
+from model_runtime.llm_client import Generation, GenerationChunk, join_chunks
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_S = 0.1
+_LONGEST_RETRY_S = 2.0
+
+# The gateway chose the key and the model's name itself: a server that knows neither has just been
+# restarted, and the request is not to blame.
+_NOT_THE_CALLERS_FAULT = frozenset({401, 403, 404})
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sampling:
+    """What is asked of the server, and who hears of it while it is being sampled."""
+
+    session: Session
+    call: ChatCall
+    model_id: str
+    parses: bool  # the server's parsers are to read the answer
+    request_id: str
+    prompt_ids: list[int]
+    settings: dict[str, float | int | list[int]]
+    deadline: float
+    started_at: float
+    codec: ChatCodec
+    with_texts: bool = False
+    on_delta: DeltaSink | None = None
+    text: TextStream | None = None  # what the listener has heard so far
+
+
+class Sampler:
+    """Samples on whichever ready replica of a model."""
+
+    def __init__(
+        self, bindings: GatewayBindingRegistry, metrics: GatewayMetrics, clock: Callable[[], float]
+    ) -> None:
+        self._bindings = bindings
+        self._metrics = metrics
+        self._clock = clock
+
+    async def sample(self, sampling: Sampling) -> tuple[Generation, Answer, int]:
+        """A whole generation, what it says, and the version that made it.
+
+        A replica that breaks off is replaced by a ready one until the deadline; nothing of a broken attempt
+        is kept. Once a listener has heard of an attempt there is no other: half of one answer and half of
+        another is none."""
+        pause, attempt = _FIRST_RETRY_S, 0
+        model_id, request_id = sampling.model_id, sampling.request_id
+        while True:
+            binding = await self._bindings.wait_until_ready(model_id, sampling.deadline)
+            with self._bindings.place(binding, sampling.session.affinity) as place:
+                try:
+                    generation = await self._attempt(sampling, place, f"{request_id}-{attempt}")
+                    _require_whole(generation)
+                    answer = await self._read(sampling, place, generation)
+                    return generation, answer, place.version
+                except (BackendUnavailableError, BackendRejectedError) as error:
+                    failure = error
+            if (
+                isinstance(failure, BackendRejectedError)
+                and failure.status_code not in _NOT_THE_CALLERS_FAULT
+            ):
+                raise failure
+            self._bindings.note_failure(binding, place.replica_id)
+            if sampling.text is not None:
+                raise failure
+            self._metrics.count_retry(model_id)
+            logger.warning(
+                "request %s to %s, attempt %d: %s", request_id, place.replica_id, attempt + 1, failure
+            )
+            if self._clock() + pause >= sampling.deadline:
+                raise ModelNotReadyError(f"model {model_id!r} did not answer in time: {failure}") from failure
+            await asyncio.sleep(pause)
+            pause, attempt = min(2 * pause, _LONGEST_RETRY_S), attempt + 1
+
+    async def _attempt(self, sampling: Sampling, place: Placement, request_id: str) -> Generation:
+        arguments: dict[str, Any] = {
+            "model": served_name(sampling.model_id, place.version),
+            "token_ids": sampling.prompt_ids,
+            "sampling": sampling.settings,
+            "request_id": request_id,
+            "timeout_s": max(sampling.deadline - self._clock(), 0.001),
+        }
+        # An answer that has to be parsed is handed over when it has been.
+        if sampling.on_delta is None or sampling.parses:
+            return await place.client.generate(**arguments)
+        chunks: list[GenerationChunk] = []
+        async with aclosing(place.client.generate_stream(**arguments)) as stream:
+            async for chunk in stream:
+                chunks.append(chunk)
+                if chunk.token_ids:
+                    _tell(sampling, sampling.on_delta, chunk, place.version)
+        return join_chunks(chunks, url=place.client.url)
+
+    async def _read(self, sampling: Sampling, place: Placement, generation: Generation) -> Answer:
+        """What the answer says. What the server's parsers can't read is handed over as text."""
+        codec, ids = sampling.codec, generation.token_ids
+        text = codec.decode(ids)
+        if sampling.text is not None:
+            sampling.text.finish(text)
+            return Answer(sampling.text.text)  # what the listener has heard is what it will send back
+        if ids[-1] in codec.eos_token_ids:
+            ids = ids[:-1]
+        if not sampling.parses or not len(ids):
+            return Answer(text)
+        try:
+            parsed = await place.client.parse_answer(
+                prompt_ids=sampling.prompt_ids,
+                token_ids=ids,
+                tools=sampling.call.tools,
+                request_id=sampling.request_id,
+                timeout_s=max(sampling.deadline - self._clock(), 0.001),
+            )
+        except BackendRejectedError as error:
+            if error.status_code in _NOT_THE_CALLERS_FAULT:
+                raise BackendUnavailableError(f"the server does not parse answers: {error}") from error
+            logger.warning("request %s: an answer that can't be parsed: %s", sampling.request_id, error)
+            return Answer(text)
+        calls = tuple(ToolCall(*call) for call in parsed.calls)
+        if not all(isinstance(arguments_object(call.arguments), dict) for call in calls):
+            return Answer(text)
+        answer = Answer(parsed.content, parsed.reasoning or None, calls)
+        return Answer(text) if answer.is_plain else answer
+
+
+def _tell(sampling: Sampling, listener: DeltaSink, chunk: GenerationChunk, version: int) -> None:
+    """Hand a piece of the answer on as it comes."""
+    codec = sampling.codec
+    if sampling.text is None:
+        sampling.text = TextStream(codec.decode)
+    listener(
+        ReplyDelta(
+            request_id=sampling.request_id,
+            agent_id=sampling.call.agent_id,
+            model_id=sampling.model_id,
+            policy_version=version,
+            workflow_id=sampling.session.member.workflow_id,
+            created_at=sampling.started_at,
+            num_prompt_tokens=len(sampling.prompt_ids),
+            text=sampling.text.push(chunk.token_ids),
+            logprobs=chunk.logprobs,
+            token_texts=codec.token_texts(chunk.token_ids) if sampling.with_texts else None,
+        )
+    )
+
+
+def _require_whole(generation: Generation) -> None:
+    """An answer the server aborted, or of no token, is not an answer: it must not look like a normal end."""
+    if generation.finish_reason not in ("stop", "length") or not len(generation.token_ids):
+        raise BackendUnavailableError(
+            f"the server ended the generation after {len(generation.token_ids)} tokens with "
+            f"{generation.finish_reason!r}"
+        )

@@ -1,0 +1,96 @@
+"""What a vLLM server answers: the part of its JSON that is read."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TokenLogprob(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class TokenEntry(msgspec.Struct):
+    token_id: int
+    logprob: float
+    top_logprobs: list[TokenLogprob] = []
+
+
+class Logprobs(msgspec.Struct):
+    content: list[TokenEntry] | None = None
+
+
+class Choice(msgspec.Struct):
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: Logprobs | None = None
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class GenerateAnswer(msgspec.Struct):
+    choices: list[Choice]
+    usage: Usage
+    model: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    message: str
+
+
+class StreamChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: Logprobs | None = None
+
+
+class StreamAnswer(msgspec.Struct):
+    choices: list[StreamChoice] = []
+    usage: Usage | None = None
+    error: ErrorBody | None = None
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+
+
+class ErrorAnswer(msgspec.Struct):
+    error: ErrorBody
+
+
+class ParsedFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ParsedCall(msgspec.Struct):
+    function: ParsedFunction
+    id: str = ""
+
+
+class ParsedMessage(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ParsedCall] | None = None
+
+
+class ParsedChoice(msgspec.Struct):
+    message: ParsedMessage
+
+
+class DerenderAnswer(msgspec.Struct):
+    choices: list[ParsedChoice]

@@ -1,0 +1,79 @@
+"""The parts of the fake rollout server that stream answers and parse them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+# What the fake takes for a tool call, as vLLM's hermes parser does.
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+async def stream_answer(server: Any, request: Any, answer: dict[str, Any]) -> Any:
+    """The answer as vLLM streams it, a token an event, with the server's `token_delay_s` between them.
+
+    After `break_after` tokens it breaks off: `break_by` "drop" closes the connection, "error" sends an error
+    event, "end" ends the body without [DONE]."""
+    from aiohttp import web
+
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+
+    async def send(body: Any) -> None:
+        await response.write(
+            b"data: " + (body if isinstance(body, bytes) else json.dumps(body).encode()) + b"\n\n"
+        )
+
+    [choice] = answer["choices"]
+    ids, entries = choice["token_ids"], choice["logprobs"]["content"]
+    try:
+        for i, (id_, entry) in enumerate(zip(ids, entries, strict=True)):
+            if i == server.break_after:
+                if server.break_by == "drop":
+                    request.transport.abort()
+                elif server.break_by == "error":
+                    await send({"error": {"message": "the engine died", "type": "x", "code": 500}})
+                return response
+            reason = choice["finish_reason"] if i == len(ids) - 1 else None
+            delta = {
+                "index": 0,
+                "token_ids": [id_],
+                "logprobs": {"content": [entry]},
+                "finish_reason": reason,
+            }
+            await send({"request_id": answer["request_id"], "choices": [delta], "usage": None})
+            await asyncio.sleep(server.token_delay_s)
+        await send({"request_id": answer["request_id"], "choices": [], "usage": answer["usage"]})
+        await send(b"[DONE]")
+    except (asyncio.CancelledError, ConnectionError):
+        server.aborted.append(answer["request_id"].removeprefix("generate-tokens-"))
+        raise
+    return response
+
+
+def derender(server: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """The chat completion that a generation amounts to: reasoning and calls apart, as hermes finds them."""
+    [choice] = body["generate_response"]["choices"]
+    text = server.tokenizer.decode(choice["token_ids"], skip_special_tokens=False)
+    reasoning = None
+    if "</think>" in text:
+        reasoning, text = text.removeprefix("<think>").split("</think>", 1)
+    calls = []
+    if body["chat_request"].get("tools"):
+        try:
+            found = [json.loads(call) for call in _CALL.findall(text)]
+            calls = [
+                {
+                    "id": f"chatcmpl-tool-{i}",
+                    "type": "function",
+                    "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
+                }
+                for i, call in enumerate(found)
+            ]
+        except (ValueError, KeyError):
+            calls = []
+    content = text.split("<tool_call>")[0] if calls else text
+    message = {"role": "assistant", "content": content or None, "reasoning": reasoning, "tool_calls": calls}
+    return {"choices": [{"index": 0, "message": message, "finish_reason": choice["finish_reason"]}]}
