@@ -31,7 +31,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model_runtime.config import parse_config
+from model_runtime.config_file import parse_config
 from model_runtime.layout import RunLayout
 from model_runtime.processes import free_port
 from model_runtime.protocol import ADMIN_KEY_ENV

@@ -32,7 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from model_runtime.adapters import read_folder, write_version
-from model_runtime.config import RunConfig, parse_config
+from model_runtime.config import RunConfig
+from model_runtime.config_file import parse_config
 from model_runtime.layout import RunLayout
 from model_runtime.processes import ChildProcess, free_port
 from model_runtime.protocol import ADMIN_KEY_ENV

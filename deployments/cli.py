@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 
 from deployments.home import known_runs, new_run_id, recall_run
-from model_runtime.config import RunConfig, load_config, parse_store
+from model_runtime.config import RunConfig
+from model_runtime.config_file import load_config, parse_store
 from model_runtime.errors import ConfigError, RepertoryError, RunFailedError
 
 if TYPE_CHECKING:

@@ -31,7 +31,8 @@ from deployments.home import (
     remember_run,
 )
 from deployments.prefect_client import PARENT_FLOW, PrefectApi, require_api
-from model_runtime.config import RunConfig, load_config
+from model_runtime.config import RunConfig
+from model_runtime.config_file import load_config
 from model_runtime.errors import PrefectError, ProcessError
 from model_runtime.processes import ChildProcess, free_port
 from model_runtime.protocol import ADMIN_KEY_ENV

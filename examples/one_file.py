@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 from deployments.up import train
-from model_runtime.config import parse_config
+from model_runtime.config_file import parse_config
 
 HERE = Path(__file__).resolve().parent
 FORMS = {"how much is the {}?": "price", "where is the {}?": "aisle", "how heavy is the {}?": "weight"}

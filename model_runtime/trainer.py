@@ -34,7 +34,7 @@ from model_runtime.adapters import (
     write_version,
 )
 from model_runtime.checkpoints import TrainingState, load_latest_checkpoint, save_checkpoint
-from model_runtime.config import parse_config
+from model_runtime.config_file import parse_config
 from model_runtime.documents import BatchDocument, CanaryProbe, CheckpointDocument, VersionDocument
 from model_runtime.errors import (
     ConfigError,

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from model_runtime.adapters import latest_version, write_version
-from model_runtime.config import parse_config
+from model_runtime.config_file import parse_config
 from model_runtime.documents import CanaryProbe
 from model_runtime.layout import RunLayout
 from model_runtime.mailbox import TrainerMailbox

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 
 from gateway.app import Gateway, create_app
-from model_runtime.config import RunConfig, parse_config
+from model_runtime.config import RunConfig
+from model_runtime.config_file import parse_config
 from model_runtime.layout import RunLayout
 from model_runtime.store import Store
 from model_runtime.trajectory_log import decode_shard

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from model_runtime.config import RunConfig, parse_config
+from model_runtime.config import RunConfig
+from model_runtime.config_file import parse_config
 from model_runtime.layout import ModelLayout, RunLayout, writer_id
 from model_runtime.protocol import CONTROL_FILE, STATUS_FILE, TrainerControl, TrainerSpec, TrainerStatus
 from model_runtime.store import Store, open_store

@@ -8,7 +8,8 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from model_runtime.config import StoreConfig, load_config
+from model_runtime.config import StoreConfig
+from model_runtime.config_file import load_config
 from model_runtime.store import open_store
 from tests.e2e.quickstart import export, run_up, summary_of, write_config
 from tests.exactness import check_exactness

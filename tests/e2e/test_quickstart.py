@@ -8,7 +8,7 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from model_runtime.config import load_config
+from model_runtime.config_file import load_config
 from model_runtime.layout import RunLayout
 from model_runtime.metrics import read_metrics
 from model_runtime.store import open_store

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from model_runtime.config import parse_config
+from model_runtime.config_file import parse_config
 from model_runtime.layout import RunLayout, writer_id
 from model_runtime.metrics import read_metrics
 from model_runtime.protocol import ADMIN_KEY_ENV, RenewalAnswer

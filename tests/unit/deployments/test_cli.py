@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from deployments import cli
 from deployments.home import RunRecord, remember_run
-from model_runtime.config import RunConfig, load_config
+from model_runtime.config import RunConfig
+from model_runtime.config_file import load_config
 from model_runtime.coordinator import begin_run, update_run
 from model_runtime.errors import ConfigError
 from model_runtime.layout import RunLayout

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from model_runtime.config import RunConfig, StoreConfig, load_config
+from model_runtime.config import RunConfig, StoreConfig
+from model_runtime.config_file import load_config
 from model_runtime.protocol import ADMIN_KEY_ENV
 from model_runtime.store import open_store
 from model_runtime.workflow import DriverReport, RolloutDriver

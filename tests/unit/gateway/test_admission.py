@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from gateway.admission import AdmissionState, GroupAdmission
-from model_runtime.config import RunConfig, parse_config
+from model_runtime.config import RunConfig
+from model_runtime.config_file import parse_config
 from model_runtime.errors import ConflictError
 from model_runtime.protocol import GroupRequest, ModelRenewal, QueueReport
 

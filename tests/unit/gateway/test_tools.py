@@ -12,7 +12,8 @@ import pytest
 from gateway.codec import ChatCodec, TextMark
 from gateway.conversation import ConversationKey
 from gateway.routes.openai_messages import normal_message, offered_tools
-from model_runtime.config import StoreConfig, parse_config
+from model_runtime.config import StoreConfig
+from model_runtime.config_file import parse_config
 from model_runtime.layout import RunLayout
 from model_runtime.store import open_store
 from tests.fakes import make_tokenizer_document

@@ -8,7 +8,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from model_runtime.config import LORA_RANKS, RunConfig, artifact_slug, load_config, parse_config
+from model_runtime.config import LORA_RANKS, RunConfig, artifact_slug
+from model_runtime.config_file import load_config, parse_config
 from model_runtime.errors import ConfigError
 
 # Section 8 of the RFC, word for word.

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from model_runtime import trainer_process
-from model_runtime.config import RunConfig, StoreConfig, parse_config
+from model_runtime.config import RunConfig, StoreConfig
+from model_runtime.config_file import parse_config
 from model_runtime.coordinator import claim_epoch, write_desired
 from model_runtime.documents import TokenizerDocument
 from model_runtime.errors import ConfigError, PublishError, RolloutServerError, TrainerError

@@ -15,7 +15,8 @@ import pytest
 
 from model_runtime import workflow as workflow_module
 from model_runtime import workflow_execution
-from model_runtime.config import RunConfig, StoreConfig, parse_config
+from model_runtime.config import RunConfig, StoreConfig
+from model_runtime.config_file import parse_config
 from model_runtime.errors import BackendUnavailableError, ConfigError, InvalidRequestError, ModelNotReadyError
 from model_runtime.layout import RunLayout
 from model_runtime.protocol import ADMIN_KEY_ENV

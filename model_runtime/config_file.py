@@ -1,0 +1,89 @@
+"""Reading a configuration: YAML files, mappings, store URLs. Every mistake is told at once, each with the
+path of its field, its value and what is allowed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from model_runtime.config import RunConfig, StoreConfig
+from model_runtime.errors import ConfigError
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """Read and validate a YAML file; relative paths in it are taken from its folder.
+
+    Raises ConfigError naming the file, the path of each wrong field, its value and what is allowed.
+    """
+    path = Path(path)
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: must be a mapping with multi_model and agent_model_mapping")
+    return _absolute(parse_config(raw, source=str(path)), path.resolve().parent)
+
+
+def parse_config(raw: dict[str, Any], *, source: str = "config") -> RunConfig:
+    """Validate a mapping. Raises ConfigError with one line per mistake."""
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        lines = [_describe(detail) for detail in error.errors(include_url=False)]
+        raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None
+
+
+def parse_store(url: str) -> StoreConfig:
+    """Settings of a store known by its URL alone. Raises ConfigError."""
+    try:
+        return StoreConfig(url=url if "://" in url else str(Path(url).expanduser().resolve()))
+    except ValidationError as error:
+        raise ConfigError("store: " + "; ".join(map(_describe, error.errors(include_url=False)))) from None
+
+
+def _describe(detail: Any) -> str:
+    path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in detail["loc"]).lstrip(".")
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        message = "unknown setting"
+    value = detail.get("input")
+    shown = (
+        ""
+        if isinstance(value, dict | list | BaseModel) or detail["type"] == "missing"
+        else f" (got {value!r})"
+    )
+    return f"{path}: {message}{shown}" if path else f"{message}{shown}"
+
+
+def _absolute(config: RunConfig, folder: Path) -> RunConfig:
+    def anchor(value: str | None) -> str | None:
+        return None if value is None else str((folder / Path(value).expanduser()).resolve())
+
+    models = [
+        m.model_copy(update={"model_path": anchor(m.model_path), "adapter_path": anchor(m.adapter_path)})
+        for m in config.models
+    ]
+    workflow = config.workflow.model_copy(
+        update={
+            "tasks": anchor(config.workflow.tasks),
+            "held_out_tasks": anchor(config.workflow.held_out_tasks),
+            "python_path": anchor(config.workflow.python_path or "."),
+        }
+    )
+    store = config.store
+    if "://" not in store.url:
+        store = store.model_copy(update={"url": anchor(store.url)})
+    return config.model_copy(
+        update={
+            "multi_model": config.multi_model.model_copy(update={"models": models}),
+            "workflow": workflow,
+            "store": store,
+        }
+    )
