@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -59,7 +60,10 @@ def change(reward: Reward) -> str:
 
 def books_table(summary: RunSummary) -> Table:
     """finalized = trained + dropped + in the log, per model."""
-    table = Table(title="trajectories", title_justify="left")
+    # No borders between columns: every heading is whole on 80 columns.
+    table = Table(
+        title="trajectories", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
     for column in ("model", "steps", "versions", "finalized", "trained", "dropped", "in log", "balance"):
         table.add_column(column, justify="left" if column == "model" else "right", no_wrap=column == "model")
     for model in summary.models:
