@@ -43,6 +43,7 @@ def short_config(folder: Path, *, max_steps: int | None = 12, **changes: Any) ->
     for model in raw["multi_model"]["models"]:
         model["model_path"] = str(QUICKSTART / model["model_path"])
         model |= {"batch_size": 2, "max_steps": max_steps, "save_every": 1}
+        model["trainer"]["learning_rate_schedule"] = "constant"  # a falling one needs max_steps
     raw["workflow"] |= {
         "tasks": str(QUICKSTART / "tasks/train.jsonl"),
         "python_path": str(QUICKSTART),
