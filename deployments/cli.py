@@ -153,11 +153,16 @@ def _follow_run(
             stay = show_and_stay if keep_ui else None
             summary = run_interruptible(lambda: run_to_end(launch, view, keep_until_interrupted=stay))
     except Interrupted:
-        console.print(f"stopped; no process is left. Go on with:\n  {again}", highlight=False, markup=False)
+        console.print(
+            f"stopped; no process is left. Go on with:\n  {again}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except RunFailedError as error:
         _say_error(str(error))
-        console.print(f"Go on with:\n  {again}", highlight=False, markup=False)
+        console.print(f"Go on with:\n  {again}", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(EXIT_FAILED) from None
     if not keep_ui:
         show(summary)

@@ -44,7 +44,9 @@ def list_runs(records: Sequence[RunRecord], console: Console, *, as_json: bool) 
     if not rows:
         console.print("no run has been launched from here: `repertory up CONFIG` launches one")
         return
-    table = Table("run", "state", "epoch", "launched", "store")
+    table = Table()
+    for column in ("run", "state", "epoch", "launched", "store"):  # ids are copied: never cut or broken
+        table.add_column(column, no_wrap=column == "run", overflow="fold")
     for record, document in rows:
         launched = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.launched_at))
         epoch = str(document.epoch) if document else "–"
@@ -104,7 +106,10 @@ def stop_run(record: RunRecord, console: Console) -> None:
     console.print(f"{record.run_id}: {'stopped' if asked else 'was not running'}", highlight=False)
     path = record.config_path or ""
     console.print(
-        f"Go on with:\n  repertory up {path} --resume {record.run_id}", highlight=False, markup=False
+        f"Go on with:\n  repertory up {path} --resume {record.run_id}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
 
 

@@ -198,12 +198,13 @@ class SessionRegistry:
         if request.agent_id is not None:
             self._routes.model_of(request.agent_id)
         if request.request_id is not None:
-            if not session.knows_request(request.request_id):
+            request_id = _bare_request_id(request.request_id)
+            if not session.knows_request(request_id):
                 raise InvalidRequestError(
                     f"session {session.session_id} has no recorded call {request.request_id!r}",
                     param="request_id",
                 )
-            level = book.turns.setdefault(request.request_id, {})
+            level = book.turns.setdefault(request_id, {})
         elif request.agent_id is not None:
             level = book.agents.setdefault(request.agent_id, {})
         else:
@@ -428,3 +429,10 @@ def _failed(task: asyncio.Task[FinalizeAnswer]) -> bool:
 def _check_key(expected: str, given: str, trusted: bool) -> None:
     if not trusted and not hmac.compare_digest(expected.encode(), given.encode()):
         raise AuthenticationError("the API key is missing or belongs to another session")
+
+
+def _bare_request_id(given: str) -> str:
+    """An answer's own `id` names its call too; each API puts its prefix before it."""
+    for prefix in ("chatcmpl-", "msg_", "resp_"):
+        given = given.removeprefix(prefix)
+    return given

@@ -14,6 +14,25 @@ from model_runtime.config import RunConfig, StoreConfig
 from model_runtime.errors import ConfigError
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML's safe loader, but a key given twice is a mistake and not the last one's win."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # As written: once merge keys are resolved, an overridden key stands twice by right.
+        node = super().compose_mapping_node(anchor)
+        assert node is not None
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge" or not isinstance(key_node, yaml.ScalarNode):
+                continue
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key_node.value!r} is given more than once", key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return node
+
+
 def load_config(path: str | Path) -> RunConfig:
     """Read and validate a YAML file; relative paths in it are taken from its folder.
 
@@ -21,7 +40,11 @@ def load_config(path: str | Path) -> RunConfig:
     """
     path = Path(path)
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply") from error
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
     except yaml.YAMLError as error:

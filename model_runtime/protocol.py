@@ -8,9 +8,9 @@ session.
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_serializer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_serializer
 
 from model_runtime.documents import DesiredState
 from model_runtime.errors import ConfigError
@@ -95,14 +95,40 @@ class RenewalAnswer(_Wire):
 # ------------------------------------------------------------------ driver → gateway: groups and sessions
 
 
-class GroupRequest(_Wire):
+def _encodable(text: str) -> str:
+    """JSON can carry half a surrogate pair, which no log can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is no text") from None
+    return text
+
+
+def _plain_component(name: str) -> str:
+    if ":" in name:
+        raise ValueError("must hold no colon: `agent:<name>` and `workflow:<name>` are said in the config")
+    return name
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+Index = Annotated[int, Field(ge=0, lt=2**31)]  # as the log keeps it
+GroupSize = Annotated[int, Field(ge=1, le=10_000)]
+
+
+class _Request(_Wire):
+    """What people write by hand: an unknown field is a misspelt one, and is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class GroupRequest(_Request):
     """POST /groups. Idempotent by group_id: asking again keeps the place in the line."""
 
-    group_id: str = Field(min_length=1, max_length=200)
-    group_size: int = Field(ge=1)
+    group_id: Text = Field(min_length=1, max_length=200)
+    group_size: GroupSize
     wait_s: float = Field(default=25.0, ge=0, le=60)  # how long the call may wait before it answers `waiting`
     deadline_s: float | None = Field(default=None, gt=0)  # from opening; then open members are cancelled
-    settled_members: list[int] = Field(default_factory=list)  # settled in an earlier life of the gateway
+    settled_members: list[Index] = Field(default_factory=list)  # settled in an earlier life of the gateway
 
 
 class GroupAnswer(_Wire):
@@ -111,14 +137,14 @@ class GroupAnswer(_Wire):
     train: dict[str, bool] = Field(default_factory=dict)  # model_id → its rows of this group may be trained
 
 
-class SessionRequest(_Wire):
+class SessionRequest(_Request):
     """POST /sessions. Training sessions name an open group; evaluation sessions stand outside groups."""
 
     mode: Literal["train", "eval"] = "train"
-    group_id: str = Field(min_length=1, max_length=200)
-    group_size: int = Field(default=1, ge=1)
-    member_index: int = Field(default=0, ge=0)
-    attempt: int = Field(default=0, ge=0)
+    group_id: Text = Field(min_length=1, max_length=200)
+    group_size: GroupSize = 1
+    member_index: Index = 0
+    attempt: Index = 0
     sampling: dict[str, float | int] = Field(default_factory=dict)  # defaults for requests that name none
     forced_sampling: dict[str, float | int] = Field(default_factory=dict)  # overrides what requests name
     timeout_s: float | None = Field(default=None, gt=0)
@@ -131,27 +157,30 @@ class SessionAnswer(_Wire):
     workflow_id: str
 
 
-class RewardRequest(_Wire):
-    """POST /sessions/{id}/reward. Without agent_id: of the workflow. With request_id or turn_index: of a
-    turn. `null` withdraws. Replaceable until finalize. NaN and infinities are refused (422)."""
+class RewardRequest(_Request):
+    """POST /sessions/{id}/reward. Without agent_id: of the workflow. With request_id (a completion's `id`
+    will do): of a turn. `null` withdraws. Replaceable until finalize. NaN and infinities are refused
+    (422)."""
 
     reward: float | None = Field(allow_inf_nan=False)
-    component: str = "reward"
+    component: Annotated[Text, AfterValidator(_plain_component)] = Field(
+        default="reward", min_length=1, max_length=200
+    )
     agent_id: str | None = None
     request_id: str | None = None
 
 
-class FinalizeRequest(_Wire):
+class FinalizeRequest(_Request):
     """POST /sessions/{id}/finalize. Answers when rows and settlements are durable."""
 
     reward: float | None = Field(default=None, allow_inf_nan=False)
 
 
-class AbortRequest(_Wire):
+class AbortRequest(_Request):
     """POST /sessions/{id}/abort."""
 
     status: Literal["aborted", "expired", "infra", "retried"] = "aborted"
-    reason: str = ""
+    reason: Text = Field(default="", max_length=10_000)
 
 
 class FinalizeAnswer(_Wire):

@@ -305,7 +305,7 @@ def _model(
         in_log=books.in_log,
         balanced=books.balanced,
         adapter_uri=adapter_uri,
-        serve_command=serve_command(model, layout.run_id, adapter_uri, serve=vllm_serve()),
+        serve_command=serve_command(model, layout.run_id, adapter_uri, serve=vllm_serve(model)),
         failure=failure,
     )
 
@@ -314,16 +314,17 @@ def _succeeded(row: Mapping[str, Any]) -> bool:
     return "version" in row and not row.get("error")
 
 
-def vllm_serve() -> str:
+def vllm_serve(model: ModelConfig) -> str:
     """What `vllm serve` is called on this machine; its plain name where vLLM is not installed."""
     try:
         vllm = find_vllm()
     except ProcessError:
         return "vllm serve"
-    if vllm.build == "cpu":  # has no `vllm` command, and needs neither a compiler nor compilation
+    if vllm.build == "cpu":  # no `vllm` command, no compiler needed, and not nine tenths of the memory
         return (
             f"TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=1 {shlex.quote(str(vllm.python))} "
-            "-m vllm.entrypoints.launchers.api_server.entry --enforce-eager --model"
+            "-m vllm.entrypoints.launchers.api_server.entry --enforce-eager "
+            f"--kv-cache-memory-bytes {model.rollout.kv_cache_bytes} --model"
         )
     return f"{shlex.quote(str(vllm.python.parent / 'vllm'))} serve"
 

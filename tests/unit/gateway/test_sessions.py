@@ -106,7 +106,8 @@ def test_rewards_are_kept_by_level_and_component_and_replaced_until_finalize(har
         {"reward": 2.0, "agent_id": "planner"},
         {"reward": 9.0, "agent_id": "planner", "component": "withdrawn"},
         {"reward": None, "agent_id": "planner", "component": "withdrawn"},
-        {"reward": 3.0, "request_id": call["request_id"]},
+        {"reward": 2.0, "request_id": call["request_id"]},
+        {"reward": 3.0, "request_id": call["id"]},  # the same call, by the name its API gives it
     ):
         assert session.post("reward", body).status_code == 200
     session.finalize()

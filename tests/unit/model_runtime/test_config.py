@@ -383,3 +383,27 @@ def test_every_setting_is_described_in_the_schema() -> None:
     ]
     assert silent == []
     assert len(sections) >= 12
+
+
+def test_a_key_given_twice_is_a_mistake_and_a_merged_one_is_not(tmp_path: Path) -> None:
+    twice = tmp_path / "twice.yaml"
+    twice.write_text(RFC_EXAMPLE + "gateway:\n  mode: multi_model_router\n")
+    with pytest.raises(ConfigError, match=r"twice\.yaml: not valid YAML: key 'gateway' is given more"):
+        load_config(twice)
+    merged = tmp_path / "merged.yaml"
+    merged.write_text(
+        RFC_EXAMPLE.replace("trainer:\n        n_gpus: 4", "trainer: &t\n        n_gpus: 4", 1).replace(
+            "trainer:\n        n_gpus: 4", "trainer:\n        <<: *t\n        n_gpus: 2", 1
+        )
+    )
+    assert [model.trainer.n_gpus for model in load_config(merged).models] == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"\xff\xfe\x00", "not UTF-8 text"), (b"[" * 5000, "nested too deeply")]
+)
+def test_a_file_that_is_no_yaml_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "odd.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"odd.yaml: {message}"):
+        load_config(path)
