@@ -43,6 +43,7 @@ from tasks.lifecycle import (
     run_watched,
     tag_self,
     to_the_end,
+    told_to_stop,
 )
 from tasks.summary import write_summary
 
@@ -131,11 +132,11 @@ async def lead(config: RunConfig, run_id: str) -> RunSummary:
         await evaluate(run)
         await stop_children(run)
         state = "failed" if run.failures else "completed"
-    except asyncio.CancelledError:
-        state = "cancelled"
-        raise
     except SupersededError:
         state = "superseded"
+        raise
+    except BaseException as error:
+        state = "cancelled" if told_to_stop(error) else "failed"
         raise
     finally:
         await to_the_end(lambda: shut_down(run, state))

@@ -121,7 +121,7 @@ class RolloutRuntime:
         starts = (self._start_replica(i, environment) for i in range(len(self.replicas)))
         try:
             outcomes = await asyncio.gather(*starts, return_exceptions=True)
-        except asyncio.CancelledError:
+        except BaseException:
             await self.stop()
             raise
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]

@@ -27,7 +27,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterTags,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, TerminationSignal
 from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Cancelling
 
@@ -93,7 +93,7 @@ async def _all_done(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def to_the_end(cleanup: Callable[[], Awaitable[None]]) -> None:
-    """Run an idempotent cleanup to its end, from its beginning again each time it is cancelled meanwhile.
+    """Run an idempotent cleanup to its end, from its beginning again each time it is stopped meanwhile.
 
     Shielding does not do: the runner's SIGTERM cancels every task of the loop, the shielded ones too, and it
     may come after our own watch has begun to stop the work.
@@ -101,9 +101,23 @@ async def to_the_end(cleanup: Callable[[], Awaitable[None]]) -> None:
     for _ in range(MAX_CLEANUPS):
         try:
             return await cleanup()
-        except asyncio.CancelledError:
-            log.info("the cleanup was cancelled; beginning it again")
+        except BaseException as error:
+            if not told_to_stop(error):
+                raise
+            log.info("the cleanup was told to stop; beginning it again")
     await cleanup()
+
+
+def told_to_stop(error: BaseException) -> bool:
+    """Does this error say that somebody ended the work, rather than that the work went wrong?
+
+    Prefect's handler of SIGTERM raises TerminationSignal wherever the main thread stands: while the event
+    loop waits, every task is then cancelled; in the middle of a task's step, that task alone ends with it,
+    in a group of errors if it stood in a task group.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return any(told_to_stop(inner) for inner in error.exceptions)
+    return isinstance(error, (asyncio.CancelledError, TerminationSignal))
 
 
 async def stop_asked() -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import TerminationSignal
 from prefect.states import Completed, Crashed, Failed
 
 from flows import multi_model_training as module
@@ -313,3 +315,34 @@ async def test_stop_waits_until_every_child_has_ended(run: Run, prefect: FakePre
     prefect.end("rollout", Completed())
     await within(stopping)
     assert run.failures == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (asyncio.CancelledError(), "cancelled"),
+        (TerminationSignal(signal.SIGTERM), "cancelled"),  # the runner's SIGTERM in the middle of a step
+        (BaseExceptionGroup("in a task group", [TerminationSignal(signal.SIGTERM)]), "cancelled"),
+        (SupersededError("a newer epoch"), "superseded"),
+        (ProcessError("the gateway died"), "failed"),
+    ],
+)
+async def test_how_a_run_ended_is_told_from_what_ended_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, state: str
+) -> None:
+    states: list[str] = []
+
+    async def taken_over(*_: Any) -> Run:
+        return run
+
+    async def stop(_: Run) -> None:
+        raise error
+
+    async def shut_down(_: Run, state: str) -> None:
+        states.append(state)
+
+    for name, replaced in (("take_over", taken_over), ("follow", stop), ("shut_down", shut_down)):
+        monkeypatch.setattr(module, name, replaced)
+    with pytest.raises(type(error)):
+        await module.lead(config(), "run-1")
+    assert states == [state]

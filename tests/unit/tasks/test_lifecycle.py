@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
 from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelling, Completed, Running, Scheduled
 
 from tasks import lifecycle
@@ -120,6 +122,27 @@ async def test_a_cleanup_that_is_cancelled_begins_again_and_ends(monkeypatch: py
         task.cancel()
     assert await flow == Stopped("the flow run was cancelled")
     assert steps == ["begun", "begun", "ended"]
+
+
+async def test_a_signal_in_the_middle_of_a_cleanups_step_lets_the_cleanup_end() -> None:
+    steps: list[str] = []
+
+    async def cleanup() -> None:
+        steps.append("begun")
+        if len(steps) == 1:
+            raise TerminationSignal(signal.SIGTERM)
+        steps.append("ended")
+
+    await to_the_end(cleanup)
+    assert steps == ["begun", "begun", "ended"]
+
+
+async def test_a_cleanup_that_fails_is_not_begun_again() -> None:
+    async def cleanup() -> None:
+        raise ValueError("own")
+
+    with pytest.raises(ValueError, match="own"):
+        await to_the_end(cleanup)
 
 
 async def test_a_dead_runner_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
