@@ -74,6 +74,7 @@ class ReplyDelta:
     created_at: float
     num_prompt_tokens: int
     text: str
+    reasoning: str = ""
     logprobs: Sequence[float] = ()
     token_texts: Sequence[str] | None = None  # one for each logprob, when they were asked for
 

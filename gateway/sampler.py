@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from gateway.answer_stream import AnswerStream, Heard, ParsedStream, PlainStream
 from gateway.bindings import GatewayBindingRegistry, Placement
 from gateway.codec import ChatCodec
-from gateway.conversation import Answer, ChatCall, DeltaSink, ReplyDelta, ToolCall, arguments_object
+from gateway.conversation import Answer, ChatCall, DeltaSink, ReplyDelta, Tool, ToolCall, arguments_object
 from gateway.metrics import GatewayMetrics
 from gateway.sessions import Session
-from gateway.text_stream import TextStream
 from model_runtime.errors import BackendRejectedError, BackendUnavailableError, ModelNotReadyError
 from model_runtime.layout import served_name
-from model_runtime.llm_client import Generation, GenerationChunk, join_chunks
+from model_runtime.llm_client import Generation, GenerationChunk, ParsedDelta, join_chunks
+from model_runtime.types import Int32Array
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ class Sampling:
     codec: ChatCodec
     with_texts: bool = False
     on_delta: DeltaSink | None = None
-    text: TextStream | None = None  # what the listener has heard so far
+    stream: AnswerStream | None = None  # what the listener hears of the last attempt
 
 
 class Sampler:
@@ -82,7 +85,7 @@ class Sampler:
             ):
                 raise failure
             self._bindings.note_failure(binding, place.replica_id)
-            if sampling.text is not None:
+            if sampling.stream is not None and sampling.stream.was_heard:
                 raise failure
             self._metrics.count_retry(model_id)
             logger.warning(
@@ -99,56 +102,94 @@ class Sampler:
             "token_ids": sampling.prompt_ids,
             "sampling": sampling.settings,
             "request_id": request_id,
-            "timeout_s": max(sampling.deadline - self._clock(), 0.001),
+            "timeout_s": self._seconds_left(sampling),
         }
-        # An answer that has to be parsed is handed over when it has been.
-        if sampling.on_delta is None or sampling.parses:
+        if sampling.on_delta is None:
             return await place.client.generate(**arguments)
         chunks: list[GenerationChunk] = []
-        async with aclosing(place.client.generate_stream(**arguments)) as stream:
-            async for chunk in stream:
-                chunks.append(chunk)
-                if chunk.token_ids:
-                    _tell(sampling, sampling.on_delta, chunk, place.version)
+        sampling.stream = heard = self._listen(sampling, place)
+        try:
+            async with aclosing(place.client.generate_stream(**arguments)) as stream:
+                async for chunk in stream:
+                    chunks.append(chunk)
+                    if chunk.token_ids:
+                        heard.push(chunk)
+        finally:
+            await heard.close()
         return join_chunks(chunks, url=place.client.url)
 
+    def _listen(self, sampling: Sampling, place: Placement) -> AnswerStream:
+        codec = sampling.codec
+
+        def tell(heard: Heard) -> None:
+            _tell(sampling, heard, place.version)
+
+        if not sampling.parses:
+            return PlainStream(codec.decode, tell, sampling.call.stop)
+
+        async def parse(ids: list[int], state: msgspec.Raw | None) -> ParsedDelta:
+            return await place.client.parse_piece(
+                prompt_ids=sampling.prompt_ids,
+                token_ids=ids,
+                state=state,
+                tools=sampling.call.tools,
+                request_id=sampling.request_id,
+                timeout_s=self._seconds_left(sampling),
+            )
+
+        return ParsedStream(parse, tell, eos=codec.eos_token_ids, stop=sampling.call.stop)
+
+    def _seconds_left(self, sampling: Sampling) -> float:
+        return max(sampling.deadline - self._clock(), 0.001)
+
     async def _read(self, sampling: Sampling, place: Placement, generation: Generation) -> Answer:
-        """What the answer says. What the server's parsers can't read is handed over as text."""
+        """What the answer says, as the agent will have it."""
+        answer = await self._parse(sampling, place, generation)
+        return answer if sampling.stream is None else sampling.stream.settle(answer)
+
+    async def _parse(self, sampling: Sampling, place: Placement, generation: Generation) -> Answer:
+        """Text, and what the server's parsers find in it. What they can't read is handed over as text."""
         codec, ids = sampling.codec, generation.token_ids
         text = codec.decode(ids)
-        if sampling.text is not None:
-            sampling.text.finish(text)
-            return Answer(sampling.text.text)  # what the listener has heard is what it will send back
         if ids[-1] in codec.eos_token_ids:
             ids = ids[:-1]
         if not sampling.parses or not len(ids):
             return Answer(text)
+        answer = await self._ask_parser(sampling, place, ids, sampling.call.tools)
+        if answer is not None and not _are_objects(answer.tool_calls):
+            answer = await self._ask_parser(sampling, place, ids, ())
+        return Answer(text) if answer is None or answer.is_plain else answer
+
+    async def _ask_parser(
+        self, sampling: Sampling, place: Placement, ids: Int32Array, tools: Sequence[Tool]
+    ) -> Answer | None:
+        """None: the server refuses to parse this answer."""
         try:
             parsed = await place.client.parse_answer(
                 prompt_ids=sampling.prompt_ids,
                 token_ids=ids,
-                tools=sampling.call.tools,
+                tools=tools,
                 request_id=sampling.request_id,
-                timeout_s=max(sampling.deadline - self._clock(), 0.001),
+                timeout_s=self._seconds_left(sampling),
             )
         except BackendRejectedError as error:
             if error.status_code in _NOT_THE_CALLERS_FAULT:
                 raise BackendUnavailableError(f"the server does not parse answers: {error}") from error
             logger.warning("request %s: an answer that can't be parsed: %s", sampling.request_id, error)
-            return Answer(text)
+            return None
         calls = tuple(ToolCall(*call) for call in parsed.calls)
-        if not all(isinstance(arguments_object(call.arguments), dict) for call in calls):
-            return Answer(text)
-        answer = Answer(parsed.content, parsed.reasoning or None, calls)
-        return Answer(text) if answer.is_plain else answer
+        return Answer(parsed.content, parsed.reasoning or None, calls)
 
 
-def _tell(sampling: Sampling, listener: DeltaSink, chunk: GenerationChunk, version: int) -> None:
+def _are_objects(calls: Sequence[ToolCall]) -> bool:
+    return all(isinstance(arguments_object(call.arguments), dict) for call in calls)
+
+
+def _tell(sampling: Sampling, heard: Heard, version: int) -> None:
     """Hand a piece of the answer on as it comes."""
-    codec = sampling.codec
-    if sampling.text is None:
-        sampling.text = TextStream(codec.decode)
-    listener(
+    assert sampling.on_delta is not None, "somebody listens"
+    ids = [id_ for chunk in heard.chunks for id_ in chunk.token_ids]
+    sampling.on_delta(
         ReplyDelta(
             request_id=sampling.request_id,
             agent_id=sampling.call.agent_id,
@@ -157,9 +198,10 @@ def _tell(sampling: Sampling, listener: DeltaSink, chunk: GenerationChunk, versi
             workflow_id=sampling.session.member.workflow_id,
             created_at=sampling.started_at,
             num_prompt_tokens=len(sampling.prompt_ids),
-            text=sampling.text.push(chunk.token_ids),
-            logprobs=chunk.logprobs,
-            token_texts=codec.token_texts(chunk.token_ids) if sampling.with_texts else None,
+            text=heard.text,
+            reasoning=heard.reasoning,
+            logprobs=[value for chunk in heard.chunks for value in chunk.logprobs],
+            token_texts=sampling.codec.token_texts(ids) if sampling.with_texts else None,
         )
     )
 

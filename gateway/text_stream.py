@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 # A character has at most four bytes; what is still unreadable after this many tokens is not going to
 # become one.
@@ -11,12 +11,41 @@ MAX_HELD_TOKENS = 32
 _UNREADABLE = "\ufffd"
 
 
+def before_stop(text: str, stop: str | None) -> str:
+    """The text up to the stop string that ended it."""
+    return text.partition(stop)[0] if stop else text
+
+
+class HeldText:
+    """Lets text pass up to a stop string, and holds what may become the beginning of one."""
+
+    def __init__(self, stop: Iterable[str] = ()) -> None:
+        self._stop = [text for text in stop if text]
+        self.held = ""
+
+    def push(self, text: str) -> str:
+        """What can be given out now."""
+        text = self.held + text
+        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        num_safe = min(found) if found else len(text) - self._num_begun(text)
+        self.held = text[num_safe:]
+        return text[:num_safe]
+
+    def _num_begun(self, text: str) -> int:
+        """Characters at the end of the text that a stop string begins with."""
+        return max(
+            (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
+        )
+
+
 class TextStream:
     """Decodes ids as they come. Each token is decoded with the one before it, because some tokenizers write
-    a token's first space only after another; text that ends in half a character waits for the rest."""
+    a token's first space only after another; text that ends in half a character waits for the rest, and
+    so does what may be a stop string."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Iterable[str] = ()) -> None:
         self._decode = decode
+        self._held = HeldText(stop)
         self._window: list[int] = []  # ids from the last token given out onward
         self._num_given = 0  # of the window
         self._given = ""  # the text of those
@@ -28,7 +57,7 @@ class TextStream:
         return self._advance(final=False)
 
     def finish(self, whole: str) -> str:
-        """The rest. `whole` is the text of all ids decoded at once."""
+        """The rest. `whole` is the text of all ids decoded at once, up to the stop string that ended it."""
         rest = whole[len(self.text) :] if whole.startswith(self.text) else self._advance(final=True)
         self.text = whole if whole.startswith(self.text) else self.text
         return rest
@@ -44,5 +73,6 @@ class TextStream:
         self._window = self._window[self._num_given :]
         self._num_given = len(self._window)
         self._given = self._decode(self._window)
-        self.text += new
-        return new
+        given = self._held.push(new)
+        self.text += given
+        return given

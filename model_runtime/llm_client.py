@@ -63,6 +63,16 @@ class ParsedAnswer:
     calls: tuple[tuple[str, str, str], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ParsedDelta:
+    """What a further piece of an answer adds to it. `state` goes with the next piece."""
+
+    content: str
+    reasoning: str
+    begins_call: bool
+    state: msgspec.Raw
+
+
 class LLMServerClient:
     """Client of one server. Opens a connection pool of its own unless it is given one.
 
@@ -137,15 +147,16 @@ class LLMServerClient:
     ) -> ParsedAnswer:
         """What the server's own tool and reasoning parsers make of sampled ids, the stop token left out."""
         prompt, ids = _plain_ids(prompt_ids), _plain_ids(token_ids)
-        chat: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]}
-        if tools:
-            chat |= {"tools": list(tools), "tool_choice": "auto"}
         generated = {
             "request_id": request_id,
             "prompt_token_ids": prompt,  # says whether the prompt left a thought open
             "choices": [{"index": 0, "token_ids": ids, "finish_reason": "stop"}],
         }
-        body = {"generate_response": generated, "chat_request": chat, "prompt_token_ids": prompt}
+        body = {
+            "generate_response": generated,
+            "chat_request": _chat_request(tools),
+            "prompt_token_ids": prompt,
+        }
         data = await self._call("POST", "/v1/chat/completions/derender", body, timeout_s=timeout_s)
         answer = _decode(data, wire.DerenderAnswer, url=self.url)
         if len(answer.choices) != 1:
@@ -153,6 +164,31 @@ class LLMServerClient:
         message = answer.choices[0].message
         calls = [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ()]
         return ParsedAnswer(message.content or "", message.reasoning, tuple(calls))
+
+    async def parse_piece(
+        self,
+        *,
+        prompt_ids: Sequence[int] | Int32Array,
+        token_ids: Sequence[int],
+        state: msgspec.Raw | None,
+        tools: Sequence[dict[str, Any]],
+        request_id: str,
+        timeout_s: float,
+    ) -> ParsedDelta:
+        """What the server's parsers make of a further piece of an answer. `state` is the last piece's."""
+        body = {
+            "stream": True,
+            "generate_chunk": {"request_id": request_id, "choices": [{"index": 0, "token_ids": token_ids}]},
+            "stream_state": state,
+            "chat_request": _chat_request(tools),
+            "prompt_token_ids": _plain_ids(prompt_ids),
+        }
+        data = await self._call("POST", "/v1/chat/completions/derender", body, timeout_s=timeout_s)
+        answer = _decode(data, wire.DerenderChunkAnswer, url=self.url)
+        delta = answer.chunk.choices[0].delta if answer.chunk.choices else wire.ParsedMessageDelta()
+        return ParsedDelta(
+            delta.content or "", delta.reasoning or "", bool(delta.tool_calls), answer.stream_state
+        )
 
     async def next_token_logprobs(
         self,
@@ -413,6 +449,12 @@ def _generate_body(
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     return body
+
+
+def _chat_request(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What parsers want to know of the request an answer belongs to."""
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]}
+    return chat | {"tools": list(tools), "tool_choice": "auto"} if tools else chat
 
 
 def _requested_logprobs(answer: wire.GenerateAnswer, token_ids: Sequence[int], *, url: str) -> list[float]:

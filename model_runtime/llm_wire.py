@@ -94,3 +94,26 @@ class ParsedChoice(msgspec.Struct):
 
 class DerenderAnswer(msgspec.Struct):
     choices: list[ParsedChoice]
+
+
+class ParsedCallDelta(msgspec.Struct):
+    index: int = 0
+
+
+class ParsedMessageDelta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ParsedCallDelta] | None = None
+
+
+class ParsedChunkChoice(msgspec.Struct):
+    delta: ParsedMessageDelta
+
+
+class ParsedChunk(msgspec.Struct):
+    choices: list[ParsedChunkChoice]
+
+
+class DerenderChunkAnswer(msgspec.Struct):
+    chunk: ParsedChunk
+    stream_state: msgspec.Raw

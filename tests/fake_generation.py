@@ -53,6 +53,42 @@ async def stream_answer(server: Any, request: Any, answer: dict[str, Any]) -> An
     return response
 
 
+def derender_piece(server: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """What a further piece adds to reasoning and text, found again from all ids so far, as vLLM does it."""
+    ids = list((body["stream_state"] or {}).get("output_token_ids", ()))
+    before = _seen(server, ids)
+    for choice in body["generate_chunk"]["choices"]:
+        ids += choice["token_ids"]
+    after = _seen(server, ids)
+    delta: dict[str, Any] = {
+        "content": after[1][len(before[1]) :] or None,
+        "reasoning": after[0][len(before[0]) :] or None,
+        "tool_calls": [],
+    }
+    if after[2] and not before[2] and body["chat_request"].get("tools"):
+        delta["tool_calls"] = [{"index": 0, "id": "chatcmpl-tool-0", "function": {"name": "?"}}]
+    choice = {"index": 0, "delta": delta, "finish_reason": None}
+    return {"chunk": {"choices": [choice]}, "stream_state": {"output_token_ids": ids}}
+
+
+def _seen(server: Any, ids: list[int]) -> tuple[str, str, bool]:
+    """(reasoning, text, whether a call has begun) of the beginning of an answer."""
+    text = server.tokenizer.decode(ids, skip_special_tokens=False).rstrip("\ufffd")
+    reasoning = ""
+    if text.startswith("<think>"):
+        reasoning, closed, text = text.removeprefix("<think>").partition("</think>")
+        reasoning = reasoning if closed else _without_begun(reasoning, "</think>")
+    elif "<think>".startswith(text):
+        text = ""  # not known yet
+    text, begun, _ = text.partition("<tool_call>")
+    return reasoning, text if begun else _without_begun(text, "<tool_call>"), bool(begun)
+
+
+def _without_begun(text: str, mark: str) -> str:
+    cut = max((n for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
+    return text[: len(text) - cut]
+
+
 def derender(server: Any, body: dict[str, Any]) -> dict[str, Any]:
     """The chat completion that a generation amounts to: reasoning and calls apart, as hermes finds them."""
     [choice] = body["generate_response"]["choices"]

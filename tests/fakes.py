@@ -22,7 +22,7 @@ from model_runtime.documents import TokenizerDocument
 from model_runtime.errors import ObjectExistsError
 from model_runtime.store import Store
 from model_runtime.types import MemberKey, Settlement, Trajectory, Turn, trajectory_id
-from tests.fake_generation import derender, stream_answer
+from tests.fake_generation import derender, derender_piece, stream_answer
 
 
 def make_turn(**overrides: Any) -> Turn:
@@ -367,7 +367,8 @@ class FakeRolloutServer:
         self.finish_reason = "stop"
         self.token_delay_s, self.break_after, self.break_by = 0.0, -1, "drop"  # of streams
         self.derendered: list[dict[str, Any]] = []
-        self.fail_derender = 0
+        self.pieces: list[dict[str, Any]] = []  # asked of the parser while an answer was sampled
+        self.fail_derender, self.fail_pieces = 0, 0
         self.num_sampled = 0
         self._num_answers = 0
 
@@ -395,7 +396,13 @@ class FakeRolloutServer:
     async def _derender(self, request: Any) -> Any:
         from aiohttp import web
 
-        self.derendered.append(await request.json())
+        body = await request.json()
+        if body.get("stream"):
+            self.pieces.append(body)
+            if self.fail_pieces:
+                return web.json_response({"error": {"message": "can't parse"}}, status=self.fail_pieces)
+            return web.json_response(derender_piece(self, body))
+        self.derendered.append(body)
         if self.fail_derender:
             return web.json_response({"error": {"message": "can't parse"}}, status=self.fail_derender)
         return web.json_response(derender(self, self.derendered[-1]))

@@ -142,20 +142,17 @@ class MessageEventWriter:
         self._request = request
         self._started = False
         self._num_blocks = 0
-        self._text_open = False
+        self._open: str | None = None  # the kind of block that is being written
         self._num_chars = 0
+        self._num_reasoning_chars = 0
 
     def delta(self, delta: ReplyDelta) -> bytes:
-        return self._opening(delta) + self._text(delta.text)
+        return self._opening(delta) + self._think(delta.reasoning) + self._text(delta.text)
 
     def end(self, reply: ChatReply) -> bytes:
         data = self._opening(reply)
-        if reply.reasoning is not None:
-            block = {"type": "thinking", "thinking": "", "signature": ""}
-            data += self._block(block, {"type": "thinking_delta", "thinking": reply.reasoning})
-        data += self._text(reply.content[self._num_chars :])
-        if self._text_open:
-            data += _event("content_block_stop", {"index": self._num_blocks - 1})
+        data += self._think((reply.reasoning or "")[self._num_reasoning_chars :])
+        data += self._text(reply.content[self._num_chars :]) + self._close()
         for call in reply.tool_calls:
             piece = {"type": "input_json_delta", "partial_json": call.arguments or "{}"}
             data += self._block(_tool_use(call, {}), piece)
@@ -173,16 +170,33 @@ class MessageEventWriter:
         self._started = True
         return _event("message_start", {"message": _frame(self._request, source)})
 
+    def _think(self, text: str) -> bytes:
+        if not text or self._num_chars:  # a thought after the answer began has no block to go to
+            return b""
+        self._num_reasoning_chars += len(text)
+        block = {"type": "thinking", "thinking": "", "signature": ""}
+        return self._piece(block, {"type": "thinking_delta", "thinking": text})
+
     def _text(self, text: str) -> bytes:
         if not text:
             return b""
-        data = b""
-        if not self._text_open:
-            self._text_open = True
-            data = self._start({"type": "text", "text": "", "citations": None})
         self._num_chars += len(text)
-        piece = {"type": "text_delta", "text": text}
+        block = {"type": "text", "text": "", "citations": None}
+        return self._piece(block, {"type": "text_delta", "text": text})
+
+    def _piece(self, block: dict[str, Any], piece: dict[str, Any]) -> bytes:
+        """A piece of the block that is open, or of a new one of its kind."""
+        data = b""
+        if self._open != block["type"]:
+            data = self._close() + self._start(block)
+            self._open = block["type"]
         return data + _event("content_block_delta", {"index": self._num_blocks - 1, "delta": piece})
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        return _event("content_block_stop", {"index": self._num_blocks - 1})
 
     def _block(self, block: dict[str, Any], piece: dict[str, Any]) -> bytes:
         """A block that comes as one piece."""

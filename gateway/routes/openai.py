@@ -277,10 +277,11 @@ class ChunkWriter:
         self._with_usage = bool((chat.stream_options or {}).get("include_usage"))
         self._started = False
         self._num_chars = 0  # of the content written so far
+        self._num_reasoning_chars = 0
         self._num_logprobs = 0
 
     def delta(self, delta: ReplyDelta) -> bytes:
-        data = self._opening(delta)
+        data = self._opening(delta) + self._reasoning(delta, delta.reasoning)
         self._num_chars += len(delta.text)
         self._num_logprobs += len(delta.logprobs)
         logprobs = _logprobs(delta.token_texts, delta.logprobs) if self._chat.logprobs else None
@@ -290,8 +291,7 @@ class ChunkWriter:
 
     def end(self, reply: ChatReply) -> bytes:
         data = self._opening(reply)
-        if reply.reasoning is not None:
-            data += self._chunk(reply, {"reasoning_content": reply.reasoning})
+        data += self._reasoning(reply, (reply.reasoning or "")[self._num_reasoning_chars :])
         rest = reply.content[self._num_chars :]
         texts, values = (reply.token_texts or ())[self._num_logprobs :], reply.logprobs[self._num_logprobs :]
         logprobs = _logprobs(texts, values.tolist()) if self._chat.logprobs and texts else None
@@ -306,6 +306,10 @@ class ChunkWriter:
 
     def error(self, error: Exception) -> bytes:
         return _event(openai_error(failure_of(error)))
+
+    def _reasoning(self, source: ReplyDelta | ChatReply, text: str) -> bytes:
+        self._num_reasoning_chars += len(text)
+        return self._chunk(source, {"reasoning_content": text}) if text else b""
 
     def _opening(self, source: ReplyDelta | ChatReply) -> bytes:
         if self._started:

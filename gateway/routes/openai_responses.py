@@ -139,8 +139,8 @@ def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _reasoning_item(request_id: str, reasoning: str) -> dict[str, Any]:
-    content = [{"type": "reasoning_text", "text": reasoning}]
+def _reasoning_item(request_id: str, reasoning: str, *, begun: bool = False) -> dict[str, Any]:
+    content = [] if begun else [{"type": "reasoning_text", "text": reasoning}]
     return {"id": f"rs_{request_id}", "type": "reasoning", "summary": [], "content": content}
 
 
@@ -164,17 +164,20 @@ class ResponseEventWriter:
         self._num_items = 0
         self._text_open = False
         self._num_chars = 0
+        self._reasoning = ""
+        self._reasoning_open = False
         self._pieces: list[bytes] = []
 
     def delta(self, delta: ReplyDelta) -> bytes:
         self._open(delta)
+        self._think(delta.request_id, delta.reasoning)
         self._text(delta.request_id, delta.text)
         return self._taken()
 
     def end(self, reply: ChatReply) -> bytes:
         self._open(reply)
-        if reply.reasoning is not None:
-            self._whole_item(_reasoning_item(reply.request_id, reply.reasoning))
+        self._think(reply.request_id, (reply.reasoning or "")[len(self._reasoning) :])
+        self._close_reasoning(reply.request_id)
         self._text(reply.request_id, reply.content[self._num_chars :])
         if reply.content or not reply.tool_calls:
             self._close_text(reply)
@@ -198,9 +201,29 @@ class ResponseEventWriter:
     def _text(self, request_id: str, text: str) -> None:
         if not text:
             return
+        self._close_reasoning(request_id)
         self._open_text(request_id)
         self._num_chars += len(text)
         self._write("response.output_text.delta", **self._place(request_id), delta=text, logprobs=[])
+
+    def _think(self, request_id: str, text: str) -> None:
+        if not text or self._text_open:  # thoughts after the answer began stand in the whole response alone
+            return
+        if not self._reasoning_open:
+            self._reasoning_open = True
+            item = _reasoning_item(request_id, "", begun=True)
+            self._write("response.output_item.added", output_index=self._num_items, item=item)
+        self._reasoning += text
+        self._write("response.reasoning_text.delta", **self._place(request_id, "rs"), delta=text)
+
+    def _close_reasoning(self, request_id: str) -> None:
+        if not self._reasoning_open:
+            return
+        self._reasoning_open = False
+        item = _reasoning_item(request_id, self._reasoning)
+        self._write("response.reasoning_text.done", **self._place(request_id, "rs"), text=self._reasoning)
+        self._write("response.output_item.done", output_index=self._num_items, item=item)
+        self._num_items += 1
 
     def _open_text(self, request_id: str) -> None:
         if self._text_open:
@@ -220,8 +243,8 @@ class ResponseEventWriter:
         self._write("response.output_item.done", output_index=self._num_items, item=item)
         self._num_items += 1
 
-    def _place(self, request_id: str) -> dict[str, Any]:
-        return {"item_id": f"msg_{request_id}", "output_index": self._num_items, "content_index": 0}
+    def _place(self, request_id: str, kind: str = "msg") -> dict[str, Any]:
+        return {"item_id": f"{kind}_{request_id}", "output_index": self._num_items, "content_index": 0}
 
     def _call(self, request_id: str, index: int, call: ToolCall) -> None:
         begun = _call_item(request_id, index, call, "") | {"status": "in_progress"}
@@ -233,11 +256,6 @@ class ResponseEventWriter:
         )
         whole = _call_item(request_id, index, call, call.arguments)
         self._write("response.output_item.done", output_index=self._num_items, item=whole)
-        self._num_items += 1
-
-    def _whole_item(self, item: dict[str, Any]) -> None:
-        self._write("response.output_item.added", output_index=self._num_items, item=item)
-        self._write("response.output_item.done", output_index=self._num_items, item=item)
         self._num_items += 1
 
     def _write(self, kind: str, **fields: Any) -> None:
