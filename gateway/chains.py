@@ -73,7 +73,7 @@ class SampledTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Point:
+class Point:
     """Where a chain stood after one of its turns."""
 
     asked: Digest  # the conversation that turn answered
@@ -92,7 +92,7 @@ class Chain:
     prompt_ids: array = field(default_factory=lambda: array("i"))
     response: TokenBuffer = field(default_factory=TokenBuffer)
     turns: list[Turn] = field(default_factory=list)
-    points: list[_Point] = field(default_factory=list)  # one a turn
+    points: list[Point] = field(default_factory=list)  # one a turn
     reserved: bool = False
     updated_at: int = 0
     created_at: float = field(default_factory=time.time)
@@ -203,7 +203,7 @@ class AgentChains:
         self._commits += 1
         chain.updated_at = self._commits
         tip = key.with_answer(answer, tool_calls)
-        chain.points.append(_Point(key.digests[-1], tip, len(key) + 1, mark))
+        chain.points.append(Point(key.digests[-1], tip, len(key) + 1, mark))
         self._list(chain)
 
     def _list(self, chain: Chain) -> None:

@@ -12,6 +12,7 @@ thoughts), there is nothing to splice onto.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import secrets
 from collections.abc import Sequence
@@ -41,14 +42,16 @@ _PROBES = ("plain", "<think>\nwhy\n</think>\n\nplain", " led by a space", "two\n
 
 @dataclass(frozen=True, slots=True)
 class TextMark:
-    """What is remembered of a rendered conversation, to tell later whether another begins with it."""
+    """What is remembered of a rendered conversation, to tell later whether another begins with it. The same
+    in every process: marks outlive the one that made them."""
 
     num_chars: int
-    digest: int
+    digest: bytes
 
     @classmethod
     def of(cls, text: str) -> TextMark:
-        return cls(len(text), hash(text))
+        digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16)
+        return cls(len(text), digest.digest())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,5 +1,5 @@
-"""Local folders of this machine: logs, adapter copies, mailboxes. Nothing here is needed to resume a run;
-what must survive is in the store."""
+"""Local folders of this machine: logs, adapter copies, mailboxes, open sessions. Nothing here is needed to
+resume a run; what must survive is in the store."""
 
 from __future__ import annotations
 
@@ -66,6 +66,10 @@ class Workspace:
     def adapters(self, model_id: str) -> Path:
         """Local copies of versions, `v<k>/`, as vLLM reads them."""
         return _made(self.root / model_id / "adapters")
+
+    def session_journal(self, epoch: int) -> Path:
+        """Open sessions of the gateway of this epoch; for its next process."""
+        return _made(self.root / "sessions") / f"{epoch}.sqlite"
 
     def mailbox(self, model_id: str) -> Path:
         """The two files a runtime and its trainer speak through."""

@@ -1,0 +1,360 @@
+# ruff: noqa: ASYNC220, ASYNC240 - nothing else waits while a test reads its files
+"""The session journal: what was durable is read back by the next process, whatever happened to this one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gateway import journal as module
+from gateway.calls import CallIdentity
+from gateway.chains import Point, SampledTurn
+from gateway.codec import TextMark
+from gateway.conversation import ChatReply
+from gateway.journal import Append, Forget, Owned, SessionJournal, remove_older_journals
+from gateway.journal_events import GatesMoved, InfraMarked, OutcomeDecided, RewardGiven, TurnCommitted
+from model_runtime.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "sessions" / "3.sqlite"
+
+
+def journal_at(path: Path, *, run_id: str = "run", epoch: int = 3) -> SessionJournal:
+    return SessionJournal(path, run_id=run_id, epoch=epoch)
+
+
+async def started(path: Path) -> SessionJournal:
+    journal = journal_at(path)
+    journal.load()
+    journal.start()
+    return journal
+
+
+async def read_again(path: Path) -> Owned:
+    """What the next process finds."""
+    journal = journal_at(path)
+    owned = journal.load()
+    await journal.close()
+    return owned
+
+
+def reward(value: float) -> RewardGiven:
+    return RewardGiven("reward", value)
+
+
+def make_reply() -> ChatReply:
+    return ChatReply(
+        request_id="r0",
+        agent_id="planner",
+        model_id="plan",
+        policy_version=4,
+        workflow_id="g0/0/0",
+        content="hello",
+        finish_reason="stop",
+        token_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        token_texts=("a", "b"),
+        num_prompt_tokens=5,
+        num_cached_tokens=0,
+        created_at=1.0,
+    )
+
+
+def make_committed(*, num_tokens: int = 3) -> TurnCommitted:
+    turn = SampledTurn(
+        context_ids=np.arange(5, dtype=np.int32),
+        token_ids=np.arange(num_tokens, dtype=np.int32),
+        logprobs=np.linspace(-1, 0, num_tokens, dtype=np.float32),
+        version=4,
+        request_id="r0",
+        finish_reason="stop",
+        temperature=0.7,
+        top_p=1.0,
+        top_k=0,
+        started_at=1.5,
+        ended_at=2.5,
+    )
+    point = Point(b"asked", b"tip", 3, TextMark.of("text"))
+    return TurnCommitted("planner", "plan", 0, 1.0, 0, turn, point, CallIdentity("k", b"d"), make_reply())
+
+
+# ------------------------------------------------------------------ keeping
+
+
+async def test_what_was_durable_is_read_back_in_order(path: Path) -> None:
+    journal = await started(path)
+    journal.write(Append("a", reward(1)), Append("b", InfraMarked("503")))
+    journal.write(Append("a", reward(2)))
+    await journal.durable()
+    await journal.close()
+    assert await read_again(path) == {"a": [reward(1), reward(2)], "b": [InfraMarked("503")]}
+
+
+async def test_a_turn_comes_back_to_the_bit(path: Path) -> None:
+    journal, turn = await started(path), make_committed()
+    journal.write(Append("a", turn))
+    await journal.close()
+    [[found]] = (await read_again(path)).values()
+    assert isinstance(found, TurnCommitted)
+    for name in ("context_ids", "token_ids", "logprobs"):
+        before, after = getattr(turn.turn, name), getattr(found.turn, name)
+        assert after.dtype == before.dtype
+        assert after.tolist() == before.tolist()
+    assert (found.point, found.identity, found.num_turns) == (turn.point, turn.identity, 0)
+    assert found.reply is not None
+    assert found.reply.content == make_reply().content
+
+
+async def test_what_is_forgotten_does_not_come_back(path: Path) -> None:
+    journal = await started(path)
+    journal.write(Append("a", reward(1)), Append("b", reward(2)))
+    journal.write(Forget("a"), Append("c", reward(3)))
+    await journal.close()
+    assert await read_again(path) == {"b": [reward(2)], "c": [reward(3)]}
+
+
+async def test_durable_waits_for_what_was_written_before_it_only(path: Path) -> None:
+    journal = await started(path)
+    await journal.durable()  # nothing was written
+    for i in range(200):
+        journal.write(Append("a", reward(i)))
+    await asyncio.gather(*(journal.durable() for _ in range(50)))
+    with (
+        sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=0) as other,
+        pytest.raises(sqlite3.OperationalError, match="locked"),
+    ):
+        other.execute("SELECT count(*) FROM events")
+    await journal.close()
+    assert len((await read_again(path))["a"]) == 200
+
+
+async def test_a_caller_that_is_cancelled_takes_no_other_with_it(path: Path) -> None:
+    journal = await started(path)
+    journal.write(Append("a", reward(1)))
+    first, second = asyncio.create_task(journal.durable()), asyncio.create_task(journal.durable())
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait_for(second, 10)
+    await journal.close()
+
+
+async def test_without_a_path_everything_is_durable_at_once() -> None:
+    journal = SessionJournal()
+    assert journal.load() == {}
+    journal.start()
+    journal.write(Append("a", reward(1)))
+    await asyncio.wait_for(journal.durable(), 1)
+    assert not journal.is_kept
+    await journal.close()
+
+
+async def test_the_file_is_for_its_owner_alone(path: Path) -> None:
+    journal = await started(path)
+    assert path.stat().st_mode & 0o077 == 0
+    await journal.close()
+
+
+# ------------------------------------------------------------------ dying
+
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from gateway.journal import Append, SessionJournal
+from gateway.journal_events import RewardGiven
+
+async def main():
+    journal = SessionJournal(Path(sys.argv[1]), run_id="run", epoch=3)
+    journal.load()
+    journal.start()
+    for i in range(10**9):
+        journal.write(Append("a", RewardGiven("reward", i)), Append("b", RewardGiven("reward", i)))
+        if i % 7 == 0:
+            await journal.durable()
+            print(i, flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_all_that_was_durable_outlives_sigkill_and_no_entry_is_halved(path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(KILLED), str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout is not None
+        while int(process.stdout.readline()) < 300:
+            pass
+        os.kill(process.pid, signal.SIGKILL)
+        rest = process.stdout.read().split("\n")
+    told = max((int(line) for line in rest[:-1]), default=300)
+    found = await read_again(path)
+    values = [event.value for event in found["a"] if isinstance(event, RewardGiven)]
+    assert values == list(range(len(values)))  # no gap
+    assert len(values) > told
+    assert found["a"] == found["b"]
+
+
+async def test_a_journal_can_be_written_on_by_the_next_process(path: Path) -> None:
+    for life in range(3):
+        journal = await started(path)
+        journal.write(Append("a", reward(life)))
+        await journal.close()
+    assert (await read_again(path))["a"] == [reward(0), reward(1), reward(2)]
+
+
+async def test_a_second_gateway_of_the_epoch_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.05)
+    journal = await started(path)
+    journal.write(Append("a", reward(1)))
+    with pytest.raises(ConfigError, match="another process is the gateway of this run's epoch"):
+        journal_at(path).load()
+    await journal.close()
+    assert await read_again(path) == {"a": [reward(1)]}
+
+
+# ------------------------------------------------------------------ damage
+
+
+def broken_files() -> dict[str, bytes]:
+    return {"garbage": b"not a database at all" * 100, "a text": b"SQLite format 3\0" + b"\xff" * 4096}
+
+
+@pytest.mark.parametrize("what", broken_files())
+async def test_an_unreadable_journal_is_set_aside_and_an_empty_one_begun(
+    path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.parent.mkdir()
+    path.write_bytes(broken_files()[what])
+    with caplog.at_level(logging.ERROR):
+        journal = await started(path)
+    assert "the sessions in it are lost" in caplog.text
+    [aside] = path.parent.glob("3.sqlite.unreadable-*")
+    assert aside.read_bytes() == broken_files()[what]
+    journal.write(Append("a", reward(1)))
+    await journal.close()
+    assert await read_again(path) == {"a": [reward(1)]}
+
+
+async def test_a_journal_with_a_damaged_page_or_event_is_set_aside(path: Path) -> None:
+    journal = await started(path)
+    for i in range(500):
+        journal.write(Append(f"owner-{i}", make_committed(num_tokens=200)))
+    await journal.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert await read_again(path) == {}
+    with sqlite3.connect(path) as connection:
+        connection.execute("INSERT INTO events (owner, event) VALUES ('x', x'92a0')")
+    connection.close()
+    assert await read_again(path) == {}
+    assert len(list(path.parent.glob("*.unreadable-*"))) >= 2
+
+
+async def test_a_journal_of_another_run_or_format_is_set_aside(path: Path) -> None:
+    journal = await started(path)
+    journal.write(Append("a", reward(1)))
+    await journal.close()
+    other = journal_at(path, run_id="other")
+    assert other.load() == {}
+    await other.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    assert journal_at(path, run_id="other").load() == {}
+
+
+async def test_files_of_older_epochs_are_removed(path: Path) -> None:
+    journal = await started(path)
+    await journal.close()
+    for name in ("1.sqlite", "2.sqlite-wal", "2.sqlite.unreadable-1", "4.sqlite", "notes.txt"):
+        (path.parent / name).touch()
+    remove_older_journals(path, 3)
+    assert {p.name for p in path.parent.iterdir()} == {"3.sqlite", "4.sqlite", "notes.txt"}
+
+
+# ------------------------------------------------------------------ bounds
+
+
+async def test_the_file_does_not_grow_with_what_was_settled(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHECKPOINT_PAGES", 50)
+    journal, turn, sizes = await started(path), make_committed(num_tokens=400), []
+    for round_ in range(12):
+        for session in range(40):
+            for _ in range(10):
+                journal.write(Append(f"s{round_}-{session}", turn))
+        await journal.durable()
+        for session in range(40):
+            journal.write(Forget(f"s{round_}-{session}"))
+        await journal.durable()
+        sizes.append(sum(file.stat().st_size for file in path.parent.iterdir()))
+    await journal.close()
+    assert sizes[-1] <= 1.2 * sizes[2]
+
+
+async def test_space_is_given_back_when_most_sessions_have_ended(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "VACUUM_PAGES", 50)
+    journal, turn = await started(path), make_committed(num_tokens=4000)
+    for session in range(100):
+        journal.write(Append(f"s{session}", turn))
+    await journal.durable()
+    for session in range(100):
+        journal.write(Forget(f"s{session}"))
+    for i in range(100):
+        journal.write(Append("gates", GatesMoved({"m": (i, 0)})))
+        await journal.durable()
+    await journal.close()
+    assert path.stat().st_size < 2**20 < 100 * 4000 * 8
+
+
+async def test_a_full_disk_is_waited_for(path: Path) -> None:
+    journal = await started(path)
+    assert journal._connection is not None
+    journal._connection.execute("PRAGMA max_page_count = 5").fetchall()
+    journal.write(Append("a", make_committed(num_tokens=10_000)))
+    waiting = asyncio.create_task(journal.durable())
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    journal._connection.execute("PRAGMA max_page_count = 100000").fetchall()
+    await asyncio.wait_for(waiting, 10)
+    assert journal.is_kept
+    await journal.close()
+    assert len((await read_again(path))["a"]) == 1
+
+
+async def test_a_disk_that_stays_full_costs_the_journal_and_no_call(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "WRITE_PATIENCE_S", 0.1)
+    journal = await started(path)
+    journal.write(Append("a", OutcomeDecided("finalized", "")))
+    await journal.durable()
+    assert journal._connection is not None
+    journal._connection.execute("PRAGMA max_page_count = 5").fetchall()
+    journal.write(Append("a", make_committed(num_tokens=100_000)))
+    await asyncio.wait_for(journal.durable(), 10)
+    assert not journal.is_kept
+    assert "is given up" in caplog.text
+    journal.write(Append("a", reward(1)))
+    await asyncio.wait_for(journal.durable(), 1)
+    await journal.close()
+    assert await read_again(path) == {}  # a gap is worse than nothing
