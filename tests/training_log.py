@@ -11,9 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from model_runtime.adapters import version_document
+from model_runtime.checkpoints import load_latest_checkpoint
 from model_runtime.config import RunConfig
 from model_runtime.config_file import parse_config
+from model_runtime.documents import CheckpointDocument
 from model_runtime.layout import ModelLayout, RunLayout, writer_id
+from model_runtime.metrics import read_metrics
 from model_runtime.protocol import CONTROL_FILE, STATUS_FILE, TrainerControl, TrainerSpec, TrainerStatus
 from model_runtime.store import Store, open_store
 from model_runtime.trajectory_log import encode_shard
@@ -22,6 +26,7 @@ from model_runtime.types import MemberKey, Settlement, Shard, Trajectory, Turn, 
 MODEL_ID = "planner"
 AGENT_ID = "planner_agent"
 GROUP_SIZE = 4
+WALL_CLOCK = ("timing_s/", "perf/", "trainer/idle_ratio", "time", "epoch")
 
 
 @dataclass
@@ -109,6 +114,28 @@ class TrainingFolder:
     def batches(self) -> list[dict[str, Any]]:
         keys = self.store.list(self.layout.batches())
         return [json.loads(self.store.get(key)) for key in keys]
+
+
+def outcome(folder: TrainingFolder) -> dict[str, Any]:
+    """Everything a run leaves that must not depend on crashes."""
+    store, layout = folder.store, folder.layout
+    checkpoint = load_latest_checkpoint(store, layout)
+    assert checkpoint is not None
+    numbers = [int(name[1:]) for name in store.children(layout.versions())]
+    versions = {n: version_document(store, layout, n) for n in numbers}
+    rows = read_metrics(store, layout, "steps")
+    return {
+        "versions": {n: (v.sha256, v.config_sha256, v.step, v.canary) for n, v in versions.items()},
+        "batches": [
+            {k: v for k, v in batch.items() if k not in ("created_at", "epoch")} for batch in folder.batches()
+        ],
+        "checkpoint": {
+            name: getattr(checkpoint.document, name)
+            for name in CheckpointDocument.model_fields
+            if name not in ("created_at", "epoch")
+        },
+        "metrics": [{k: v for k, v in row.items() if not k.startswith(WALL_CLOCK)} for row in rows],
+    }
 
 
 def make_groups(

@@ -9,16 +9,14 @@ import pytest
 
 from model_runtime import trainer as module
 from model_runtime.adapters import fetch_version, version_document
-from model_runtime.checkpoints import load_latest_checkpoint
-from model_runtime.documents import CheckpointDocument, EpochClaim
+from model_runtime.documents import EpochClaim
 from model_runtime.layout import RunLayout
 from model_runtime.metrics import read_metrics
 from model_runtime.store import open_store
 from model_runtime.trainer import run_trainer
 from tests.tiny_models import make_model
-from tests.training_log import TrainingFolder, make_groups
+from tests.training_log import TrainingFolder, make_groups, outcome
 
-WALL_CLOCK = ("timing_s/", "perf/", "trainer/idle_ratio", "time", "epoch")
 UNBOUNDED = 1000  # a published version that never holds a commit up
 
 
@@ -72,27 +70,6 @@ class Running:
 
 def versions(folder):
     return folder.store.children(folder.layout.versions())
-
-
-def outcome(folder):
-    """Everything a run leaves that must not depend on crashes."""
-    store, layout = folder.store, folder.layout
-    checkpoint = load_latest_checkpoint(store, layout)
-    assert checkpoint is not None
-    numbers = [int(name[1:]) for name in versions(folder)]
-    rows = read_metrics(store, layout, "steps")
-    return {
-        "versions": {n: version_document(store, layout, n).sha256 for n in numbers},
-        "batches": [
-            {k: v for k, v in batch.items() if k not in ("created_at", "epoch")} for batch in folder.batches()
-        ],
-        "checkpoint": {
-            name: getattr(checkpoint.document, name)
-            for name in CheckpointDocument.model_fields
-            if name not in ("created_at", "epoch")
-        },
-        "metrics": [{k: v for k, v in row.items() if not k.startswith(WALL_CLOCK)} for row in rows],
-    }
 
 
 # ------------------------------------------------------------------ what it writes
