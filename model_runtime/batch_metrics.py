@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,11 @@ def _agent_metrics(groups: Iterable[Group]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     flat: dict[str, list[bool]] = {}
     few: dict[str, list[bool]] = {}
+    lone: Counter[str] = Counter()
     for group in groups:
         for baseline in group.verdict.baselines if group.verdict else ():
             values.setdefault(baseline.agent_id, []).extend(baseline.values)
+            lone[baseline.agent_id] += baseline.num_lone_turns
             few.setdefault(baseline.agent_id, []).append(baseline.excluded == "too_few_values")
             if baseline.excluded != "too_few_values":
                 flat.setdefault(baseline.agent_id, []).append(baseline.excluded == "zero_variance")
@@ -45,6 +48,7 @@ def _agent_metrics(groups: Iterable[Group]) -> dict[str, float]:
         metrics[f"agent/{agent_id}/zero_variance_share"] = float(np.mean(of_groups))
     for agent_id, of_groups in sorted(few.items()):
         metrics[f"agent/{agent_id}/too_few_values"] = float(sum(of_groups))
+    metrics |= {f"agent/{agent_id}/lone_turns": float(n) for agent_id, n in sorted(lone.items()) if n}
     return metrics
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,12 +15,26 @@ from model_runtime.types import Int8Array, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
-    """One trajectory of a batch. `loss_mask` is its response mask without tokens that have aged out."""
+    """One trajectory of a batch. `loss_mask` is its response mask without tokens that have aged out and
+    turns that had nothing to be compared with."""
 
     trajectory: Trajectory
     reward: float
     advantage: float
     loss_mask: Int8Array
+    turn_advantages: tuple[float, ...] | None = None  # one per turn, in place of `advantage`
+
+
+def without_lone_turns(
+    mask: Int8Array, trajectory: Trajectory, turn_advantages: tuple[float, ...] | None
+) -> Int8Array:
+    """The mask without turns whose advantage is NaN."""
+    lone = [t for t, a in zip(trajectory.turns, turn_advantages or (), strict=False) if math.isnan(a)]
+    if lone:
+        mask = mask.copy()
+        for turn in lone:
+            mask[turn.start : turn.end] = 0
+    return mask
 
 
 def with_batch_advantages(rows: Sequence[TrainingRow], objective: ObjectiveConfig) -> list[TrainingRow]:

@@ -34,6 +34,8 @@ class Row(Protocol):
     def advantage(self) -> float: ...
     @property
     def loss_mask(self) -> Int8Array: ...
+    @property
+    def turn_advantages(self) -> Sequence[float] | None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +111,7 @@ def _pad(rows: Sequence[Row], places: Sequence[int], length: int) -> MicroBatch:
                 trajectory.response_ids[trained],
                 temperatures(trajectory)[trained],
                 trajectory.behavior_logprobs[trained],
-                np.full(len(trained), row.advantage),
+                token_advantages(row)[trained],
             )
         )
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
@@ -119,6 +121,14 @@ def _pad(rows: Sequence[Row], places: Sequence[int], length: int) -> MicroBatch:
     return MicroBatch(
         input_ids_BL, batch_row_B, row_T, position_T, target_T, temperature_T, behavior_T, advantages_T
     )
+
+
+def token_advantages(row: Row) -> Float32Array:
+    """The advantage of each response token: its row's, or its turn's where turns are credited."""
+    per_token = np.full(len(row.trajectory.response_ids), row.advantage, dtype=np.float32)
+    for turn, advantage in zip(row.trajectory.turns, row.turn_advantages or (), strict=False):
+        per_token[turn.start : turn.end] = advantage
+    return per_token
 
 
 def temperatures(trajectory: Trajectory) -> Float32Array:

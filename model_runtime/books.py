@@ -103,12 +103,7 @@ class _Count:
             if fate is not None:
                 self._where[fate] += 1
                 continue
-            row = LogRow.of(
-                trajectory,
-                position,
-                reward_level=self._objective.reward_level,
-                reward_weights=self._objective.reward_weights,
-            )
+            row = LogRow.of(trajectory, position, self._objective)
             row.trajectory = None
             left[trajectory.member].append(row)
         for settlement in shard.settlements:

@@ -17,11 +17,13 @@ import numpy as np
 from model_runtime.advantages import group_advantages
 from model_runtime.log_reader import Position
 from model_runtime.objective_config import ObjectiveConfig
+from model_runtime.turn_credit import MemberTurns, TurnRecord, turn_advantages, turn_records
 from model_runtime.types import DEFAULT_COMPONENT, MemberKey, Settlement, Trajectory
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_WEIGHTS: Mapping[str, float] = {DEFAULT_COMPONENT: 1.0}
+TurnValues = tuple[float, ...]
+"""One advantage per turn of a trajectory; NaN: that turn is not trained."""
 
 ClosedReason = Literal[
     "no_rows", "too_few_values", "zero_variance", "cancelled", "aged_out", "not_for_training"
@@ -37,8 +39,10 @@ class LogRow:
     member: MemberKey
     agent_id: str
     chain_index: int
-    reward: float | None  # the weighted sum of the components that came
-    components: tuple[float | None, ...]  # in the order of the configured weights
+    reward: float | None  # the weighted sum of the components that came, those of its turns among them
+    outcome: float | None  # the same of workflow and agent alone
+    components: tuple[float | None, ...]  # of workflow and agent, in the order of the configured weights
+    turns: tuple[TurnRecord, ...]  # empty unless turns are credited
     num_sampled_tokens: int
     train: bool
     policy_version: int
@@ -47,23 +51,22 @@ class LogRow:
     trajectory: Trajectory | None
 
     @classmethod
-    def of(
-        cls,
-        trajectory: Trajectory,
-        position: Position,
-        *,
-        reward_level: Literal["workflow", "agent"],
-        reward_weights: Mapping[str, float] = DEFAULT_WEIGHTS,
-    ) -> LogRow:
-        components = tuple(reward_of(trajectory, reward_level, name) for name in reward_weights)
+    def of(cls, trajectory: Trajectory, position: Position, objective: ObjectiveConfig) -> LogRow:
+        weights = objective.outcome_weights
+        components = tuple(reward_of(trajectory, objective.reward_level, name) for name in weights)
+        outcome = _weighted_sum(components, weights.values())
+        turns = turn_records(trajectory, objective) if objective.credits_turns else ()
+        own = [turn.reward for turn in turns if not math.isnan(turn.reward)]
         return cls(
             trajectory_id=trajectory.trajectory_id,
             position=position,
             member=trajectory.member,
             agent_id=trajectory.agent_id,
             chain_index=trajectory.chain_index,
-            reward=_weighted_sum(components, reward_weights.values()),
+            reward=(outcome or 0.0) + sum(own) if own else outcome,
+            outcome=outcome,
             components=components,
+            turns=turns,
             num_sampled_tokens=trajectory.num_sampled_tokens,
             train=trajectory.train,
             policy_version=trajectory.policy_version,
@@ -106,16 +109,18 @@ class AgentBaseline:
     agent_id: str
     values: tuple[float, ...]
     excluded: Literal["too_few_values", "zero_variance"] | None
+    num_lone_turns: int = 0  # with nothing to be compared with, in rows that are trained
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What a complete group teaches. Every row is in `advantages` or in `excluded`."""
 
-    advantages: Mapping[str, float]  # trajectory id → advantage
+    advantages: Mapping[str, float]  # trajectory id → advantage; its turns' mean where they differ
     excluded: Mapping[str, str]  # trajectory id → reason
     baselines: tuple[AgentBaseline, ...]
     closed_reason: ClosedReason | None  # None: usable
+    turn_advantages: Mapping[str, TurnValues] = field(default_factory=dict)  # where turns are credited
 
 
 @dataclass(slots=True, eq=False)
@@ -145,6 +150,8 @@ def judge(group: Group, objective: ObjectiveConfig) -> Verdict:
 
     Where the estimator needs the batch, these are what `advantages.batch_advantages` goes on with.
     """
+    if objective.credits_turns:
+        return _judge_turns(group, objective)
     advantages: dict[str, float] = {}
     excluded: dict[str, str] = {}
     baselines: list[AgentBaseline] = []
@@ -171,6 +178,67 @@ def judge(group: Group, objective: ObjectiveConfig) -> Verdict:
                     advantages[row.trajectory_id] = taught[row.member.member_index]
     reason = None if advantages else _closed_reason(group, set(excluded.values()))
     return Verdict(advantages, excluded, tuple(baselines), reason)
+
+
+def _judge_turns(group: Group, objective: ObjectiveConfig) -> Verdict:
+    """The same where each turn has an advantage of its own (turn_credit.py); agents are never mixed."""
+    excluded: dict[str, str] = {}
+    baselines: list[AgentBaseline] = []
+    turn_values: dict[str, TurnValues] = {}
+    for agent_id, rows in _by_agent(group.rows).items():
+        of_member: dict[int, list[LogRow]] = {}
+        for row in sorted(rows, key=lambda r: r.order):
+            if row.train:
+                of_member.setdefault(row.member.member_index, []).append(row)
+            else:
+                excluded[row.trajectory_id] = "not_for_training"
+        members = {index: _member_turns(own) for index, own in of_member.items()}
+        for index in [i for i, member in members.items() if math.isnan(member.total)]:
+            del members[index]
+            excluded |= {row.trajectory_id: "missing_reward" for row in of_member.pop(index)}
+        taught = turn_advantages(list(members.values()), objective)
+        if isinstance(taught, str):
+            num_lone, reason = 0, taught
+            excluded |= {row.trajectory_id: taught for own in of_member.values() for row in own}
+        else:
+            found: dict[str, TurnValues] = {}
+            for own, advantages_T in zip(of_member.values(), taught, strict=True):
+                found |= _by_row(own, advantages_T.tolist())
+            lone = {i for i, values in found.items() if all(map(math.isnan, values))}
+            excluded |= dict.fromkeys(lone, "too_few_values")
+            turn_values |= {i: values for i, values in found.items() if i not in lone}
+            num_lone = sum(math.isnan(v) for i, values in found.items() if i not in lone for v in values)
+            reason = None
+        totals = tuple(member.total for member in members.values())
+        baselines.append(AgentBaseline(agent_id, totals, reason, num_lone))
+    means = {i: _mean([v for v in values if not math.isnan(v)]) for i, values in turn_values.items()}
+    closed = None if means else _closed_reason(group, set(excluded.values()))
+    return Verdict(means, excluded, tuple(baselines), closed, turn_values)
+
+
+def _in_order(rows: Sequence[LogRow]) -> list[tuple[TurnRecord, str]]:
+    """The turns of one agent in one execution as they began, with the rows they stand in."""
+    turns = [(turn, row.trajectory_id) for row in rows for turn in row.turns]
+    return sorted(turns, key=lambda t: t[0].began)
+
+
+def _member_turns(rows: Sequence[LogRow]) -> MemberTurns:
+    turns = [turn for turn, _ in _in_order(rows)]
+    outcome = rows[0].outcome  # every chain has the same
+    return MemberTurns(
+        outcome=math.nan if outcome is None else outcome,
+        rewards_T=np.asarray([turn.reward for turn in turns], dtype=np.float64),
+        prompt_digests=tuple(turn.prompt_digest for turn in turns),
+    )
+
+
+def _by_row(rows: Sequence[LogRow], advantages: Sequence[float]) -> dict[str, TurnValues]:
+    """Values in the order the turns began → trajectory id → values in the order of its turns."""
+    found = {row.trajectory_id: [math.nan] * len(row.turns) for row in rows}
+    places = {row.trajectory_id: {t.began: i for i, t in enumerate(row.turns)} for row in rows}
+    for (turn, trajectory_id), advantage in zip(_in_order(rows), advantages, strict=True):
+        found[trajectory_id][places[trajectory_id][turn.began]] = advantage
+    return {trajectory_id: tuple(values) for trajectory_id, values in found.items()}
 
 
 def _compared(rows: Sequence[LogRow], objective: ObjectiveConfig) -> list[list[LogRow]]:
@@ -207,7 +275,7 @@ def _advantages_by_member(
         normalize_by_std=objective.normalize_by_std,
         negative_scale=objective.negative_advantage_scale,
         num_tokens=[num_tokens[member] for member in of_member],
-        weights=list(objective.reward_weights.values()),
+        weights=list(objective.outcome_weights.values()),
     )
     return taught if isinstance(taught, str) else dict(zip(of_member, taught.tolist(), strict=True))
 

@@ -67,13 +67,19 @@ class ObjectiveConfig(Section):
     """How a reward becomes an advantage; formulas and papers in `model_runtime/advantages.py`. grpo:
     A = (r − mean) / (std + 1e-6) over the members of a group. The last stage of reinforce_plus_plus,
     reinforce_plus_plus_baseline, gpg and gdpo is taken over the whole batch."""
-    baseline_key: Literal["group_agent", "group"] = "group_agent"
+    baseline_key: Literal["group_agent", "group", "group_agent_turn"] = "group_agent"
     """What is compared. group_agent: each agent with itself over a group's members. group: all agents of
-    the model together, one value per member (the mean where its agents' rewards differ)."""
+    the model together, one value per member (the mean where its agents' rewards differ). group_agent_turn:
+    each turn with the same turn of other members, if its prompt is the same token by token; a turn without
+    such a peer is not trained, and counted."""
     reward_weights: dict[str, float] = Field(default={"reward": 1.0}, min_length=1)
     """Components of the reward and their weights; the reward is their weighted sum, without components
     that never came. gdpo normalises each on its own before it sums them. `workflow:<name>` and
-    `agent:<name>` are that level's component alone; a plain name is looked up as reward_level says."""
+    `agent:<name>` are that level's component alone; a plain name is looked up as reward_level says.
+    `turn:<name>` is a single turn's, and counts for it and the turns before it."""
+    turn_discount: float = Field(default=1.0, ge=0, le=1)
+    """γ: a turn gets each later reward of its agent in this execution times γ^(turns in between). 1: every
+    turn gets the execution's reward whole. The rewards of workflow and agent come with the last turn."""
     reward_level: Literal["workflow", "agent"] = "workflow"
     """workflow: the execution's reward, broadcast to every agent. agent: each agent's own, where it has
     one, else the execution's."""
@@ -151,8 +157,10 @@ class ObjectiveConfig(Section):
     def _known_levels(cls, weights: dict[str, float]) -> dict[str, float]:
         for component in weights:
             scope, colon, name = component.rpartition(":")
-            if not name or (colon and scope not in ("workflow", "agent")):
-                raise ValueError(f"{component!r} must read `name`, `workflow:name` or `agent:name`")
+            if not name or (colon and scope not in ("workflow", "agent", "turn")):
+                raise ValueError(
+                    f"{component!r} must read `name`, `workflow:name`, `agent:name` or `turn:name`"
+                )
         return weights
 
     @model_validator(mode="after")
@@ -161,6 +169,41 @@ class ObjectiveConfig(Section):
             raise ValueError(f"normalize_by_std: batch goes with advantage: grpo, not {self.advantage}")
         if not any(self.reward_weights.values()):
             raise ValueError("reward_weights: at least one component needs a weight other than 0")
+        return self
+
+    @property
+    def outcome_weights(self) -> dict[str, float]:
+        """Of the components of workflow and agent."""
+        return {name: w for name, w in self.reward_weights.items() if not name.startswith("turn:")}
+
+    @property
+    def turn_reward_weights(self) -> dict[str, float]:
+        """Of the components of single turns, by their plain names."""
+        return {
+            name.removeprefix("turn:"): w
+            for name, w in self.reward_weights.items()
+            if name.startswith("turn:")
+        }
+
+    @property
+    def credits_turns(self) -> bool:
+        """Whether the turns of a trajectory may have different advantages."""
+        return bool(
+            self.turn_reward_weights or self.turn_discount < 1 or self.baseline_key == "group_agent_turn"
+        )
+
+    @model_validator(mode="after")
+    def _turns_can_be_credited(self) -> ObjectiveConfig:
+        if not self.credits_turns:
+            return self
+        what = "turn rewards, turn_discount below 1 and baseline_key group_agent_turn"
+        if self.advantage not in ("grpo", "rloo") or self.normalize_by_std == "batch":
+            raise ValueError(
+                f"{what} go with advantage grpo or rloo and normalize_by_std true or false, not with "
+                f"{self.advantage} and {self.normalize_by_std}"
+            )
+        if self.baseline_key == "group":
+            raise ValueError(f"{what} compare each agent with itself: baseline_key can't be group")
         return self
 
     def warnings(self) -> list[str]:

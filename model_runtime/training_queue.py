@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from model_runtime.batch_metrics import batch_metrics
-from model_runtime.batch_rows import TrainingRow, with_batch_advantages
+from model_runtime.batch_rows import TrainingRow, with_batch_advantages, without_lone_turns
 from model_runtime.config import ModelConfig
 from model_runtime.documents import BatchDocument, BatchRow, CheckpointDocument, ClosedGroup
 from model_runtime.errors import CorruptObjectError
@@ -155,13 +155,7 @@ class TrainingQueue:
         if seen:
             self._drops.append(_Drop(position, key, "duplicate"))
             return None
-        objective = self._model.objective
-        row = LogRow.of(
-            trajectory,
-            position,
-            reward_level=objective.reward_level,
-            reward_weights=objective.reward_weights,
-        )
+        row = LogRow.of(trajectory, position, self._model.objective)
         self._resident_bytes += row.num_bytes
         return row
 
@@ -319,11 +313,13 @@ class TrainingQueue:
             verdict = _verdict(group)
             for row in sorted(group.rows, key=lambda r: r.order):
                 advantage = verdict.advantages.get(row.trajectory_id)
-                if advantage is None or row.reward is None or row.trajectory is None:
+                if advantage is None or row.trajectory is None:
                     continue
+                turns = verdict.turn_advantages.get(row.trajectory_id)
                 mask = self._bound.loss_mask(row.trajectory, published=published, training=training)
+                mask = without_lone_turns(mask, row.trajectory, turns)
                 if mask.any():
-                    rows.append(TrainingRow(row.trajectory, row.reward, advantage, mask))
+                    rows.append(TrainingRow(row.trajectory, row.reward or 0.0, advantage, mask, turns))
         return with_batch_advantages(rows, self._model.objective)
 
     def _dropped_rows(self, groups: list[Group], trained: set[str]) -> dict[str, list[str]]:

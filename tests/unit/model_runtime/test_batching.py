@@ -13,7 +13,7 @@ from tests.training_log import sampled_row
 
 def row(trajectory, *, advantage=1.0, loss_mask=None):
     mask = trajectory.response_mask if loss_mask is None else np.asarray(loss_mask, dtype=np.int8)
-    return SimpleNamespace(trajectory=trajectory, advantage=advantage, loss_mask=mask)
+    return SimpleNamespace(trajectory=trajectory, advantage=advantage, loss_mask=mask, turn_advantages=None)
 
 
 def rows(count, seed=0):

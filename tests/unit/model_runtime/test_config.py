@@ -133,12 +133,24 @@ BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
         ["objective.rejection[0]: token_k1: low is above high 0.5"],
     ),
     "reward of a level there is not": (
-        [((*FIRST, "objective"), {"reward_weights": {"turn:reward": 1}})],
-        ["objective.reward_weights: 'turn:reward' must read", "`agent:name`"],
+        [((*FIRST, "objective"), {"reward_weights": {"task:reward": 1}})],
+        ["objective.reward_weights: 'task:reward' must read", "`turn:name`"],
     ),
-    "baseline per turn": (
-        [((*FIRST, "objective"), {"baseline_key": "group_agent_turn"})],
-        ["objective.baseline_key", "'group_agent_turn'", "'group_agent' or 'group'"],
+    "unknown baseline": (
+        [((*FIRST, "objective"), {"baseline_key": "turn"})],
+        ["objective.baseline_key", "'turn'", "'group_agent', 'group' or 'group_agent_turn'"],
+    ),
+    "turn rewards with an estimator of whole executions": (
+        [((*FIRST, "objective"), {"advantage": "opo", "reward_weights": {"turn:format": 1}})],
+        ["objective: turn rewards", "advantage grpo or rloo", "not with opo"],
+    ),
+    "turns of agents that share a baseline": (
+        [((*FIRST, "objective"), {"baseline_key": "group", "turn_discount": 0.5})],
+        ["baseline_key can't be group"],
+    ),
+    "discount above 1": (
+        [((*FIRST, "objective"), {"turn_discount": 1.5})],
+        ["objective.turn_discount", "less than or equal to 1"],
     ),
     "duplicate model id": (
         [((*FIRST, "model_id"), "solver_model")],

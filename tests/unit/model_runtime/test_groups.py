@@ -13,7 +13,7 @@ _HERE = ("e00001-00001", 0)
 
 
 def _rows(*trajectories: Trajectory, level="workflow") -> list[LogRow]:
-    return [LogRow.of(t, _HERE, reward_level=level) for t in trajectories]
+    return [LogRow.of(t, _HERE, ObjectiveConfig(reward_level=level)) for t in trajectories]
 
 
 def _settle(book: GroupBook, *trajectories: Trajectory, level="workflow", **settlement) -> Outcome:
@@ -163,10 +163,7 @@ def test_an_abandoned_group_drops_what_it_has():
 def _judged(objective: ObjectiveConfig, *members: list[Trajectory]) -> Verdict:
     book = GroupBook(objective)
     for index, own in enumerate(members):
-        rows = [
-            LogRow.of(t, _HERE, reward_level=objective.reward_level, reward_weights=objective.reward_weights)
-            for t in own
-        ]
+        rows = [LogRow.of(t, _HERE, objective) for t in own]
         settlement = make_settlement(member_index=index, group_size=len(members))
         outcome = book.settle(_HERE, settlement, rows)
     assert outcome.completed is not None

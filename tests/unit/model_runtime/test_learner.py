@@ -39,7 +39,9 @@ def rows(count=12, seed=0, **row):
     rng = np.random.default_rng(seed)
     made = [sampled_row(rng, group_id=f"g{i}", **row) for i in range(count)]
     return [
-        SimpleNamespace(trajectory=t, advantage=float((-1) ** i), loss_mask=t.response_mask)
+        SimpleNamespace(
+            trajectory=t, advantage=float((-1) ** i), loss_mask=t.response_mask, turn_advantages=None
+        )
         for i, t in enumerate(made)
     ]
 
@@ -161,7 +163,9 @@ def test_no_objectives_gradient_depends_on_the_split(base, objective):
 def row_of_mask(mask, **fields):
     ids = (np.arange(len(mask)) % 381 + 3).astype(np.int32)
     trajectory = make_trajectory(mask=mask, response_ids=ids, **fields)
-    return SimpleNamespace(trajectory=trajectory, advantage=1.0, loss_mask=trajectory.response_mask)
+    return SimpleNamespace(
+        trajectory=trajectory, advantage=1.0, loss_mask=trajectory.response_mask, turn_advantages=None
+    )
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "gmpo"])

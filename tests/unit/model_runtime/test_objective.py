@@ -54,7 +54,9 @@ def make_rows(masks, *, seed=0):
             member_index=i % 3, chain_index=i // 3, group_size=9, mask=sampled, behavior_logprobs=behavior
         )
         loss_mask = np.asarray(mask, dtype=np.int8)  # all 0: everything of this row has aged out
-        shape = SimpleNamespace(trajectory=trajectory, advantage=float(rng.normal()), loss_mask=loss_mask)
+        shape = SimpleNamespace(
+            trajectory=trajectory, advantage=float(rng.normal()), loss_mask=loss_mask, turn_advantages=None
+        )
         shape.now = (behavior + rng.normal(size=len(mask)) * 0.3).clip(max=-0.01)
         shape.reference = (behavior + rng.normal(size=len(mask)) * 0.3).clip(max=-0.01)
         rows.append(shape)
