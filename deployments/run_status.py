@@ -104,6 +104,9 @@ def stop_run(record: RunRecord, console: Console) -> None:
     if left:
         raise RunFailedError(f"run {record.run_id}: not ended within {STOP_LIMIT_S:.0f} s: {', '.join(left)}")
     console.print(f"{record.run_id}: {'stopped' if asked else 'was not running'}", highlight=False)
+    document = _document(record)
+    if document is not None and document.state == "completed":
+        return
     path = record.config_path or ""
     console.print(
         f"Go on with:\n  repertory up {path} --resume {record.run_id}",

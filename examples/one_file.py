@@ -21,8 +21,9 @@ if __name__ == "__main__":
     tasks = [{"asked": f.format(i), "wanted": f"lookup({t}, {i})"} for f, t in FORMS.items() for i in ITEMS]
     (HERE / "one_file.jsonl").write_text("\n".join(map(json.dumps, tasks)))
     common = {"max_steps": 10, "trainer": {"learning_rate": 5e-3}}
-    models = [{"model_id": n, "model_path": f"{HERE}/quickstart/models/{n}"} for n in ("planner", "solver")]
-    agents = {"planner_agent": "planner", "search_agent": "solver"}
+    paths = {f"{n}_model": f"{HERE}/quickstart/models/{n}" for n in ("planner", "solver")}
+    models = [{"model_id": name, "model_path": path} for name, path in paths.items()]
+    agents = {"planner_agent": "planner_model", "search_agent": "solver_model"}
     work = {"function": "one_file:run", "tasks": f"{HERE}/one_file.jsonl", "epochs": 20}
     config = {"multi_model": {"models": [m | common for m in models]}, "agent_model_mapping": agents}
     config |= {"workflow": work | {"python_path": f"{HERE}"}, "store": {"url": f"{HERE}/runs"}}

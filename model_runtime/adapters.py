@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors
 import safetensors.numpy
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from model_runtime.documents import CanaryProbe, VersionDocument
 from model_runtime.errors import (
@@ -94,9 +95,31 @@ def check_adapter(files: AdapterFiles, *, source: str) -> dict[str, npt.NDArray[
     if not isinstance(config, dict):
         raise CorruptObjectError(f"{source}/{CONFIG_FILE}: not a JSON object")
     refuse_other_than_plain_lora(config, source=source)
+    shape = _lora_shape(config, source=source)
     tensors = {name: _as_float32(name, info, source=source) for name, info in raw}
-    _check_pairs(tensors, config, source=source)
+    _check_pairs(tensors, shape, source=source)
     return tensors
+
+
+class _LoraShape(BaseModel):
+    """What of adapter_config.json decides which tensors there are and how they are scaled."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    r: int = Field(gt=0)
+    lora_alpha: float = Field(default=8, gt=0, allow_inf_nan=False)  # PEFT's own default
+    target_modules: str | list[str] = Field(min_length=1)
+
+
+def _lora_shape(config: Mapping[str, Any], *, source: str) -> _LoraShape:
+    try:
+        return _LoraShape.model_validate(config)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        field = str(wrong["loc"][0])
+        raise CorruptObjectError(
+            f"{source}/{CONFIG_FILE}: {field} is {config.get(field)!r}: {wrong['msg']}"
+        ) from None
 
 
 def refuse_other_than_plain_lora(config: Mapping[str, Any], *, source: str) -> None:
@@ -317,7 +340,7 @@ def _as_float32(name: str, info: Mapping[str, Any], *, source: str) -> npt.NDArr
     return tensor.reshape(info["shape"])
 
 
-def _check_pairs(tensors: Tensors, config: Mapping[str, Any], *, source: str) -> None:
+def _check_pairs(tensors: Tensors, shape: _LoraShape, *, source: str) -> None:
     """Every tensor belongs to a LoRA pair of the configured rank, and every target has one."""
     pairs: dict[str, dict[str, npt.NDArray[np.float32]]] = {}
     for name, tensor in tensors.items():
@@ -326,14 +349,14 @@ def _check_pairs(tensors: Tensors, config: Mapping[str, Any], *, source: str) ->
             raise ConfigError(f"{source}: tensor {name} is not part of a plain LoRA adapter")
         pairs.setdefault(match["module"], {})[match["side"]] = tensor
     refuse_unserved_modules(pairs, source=source)
-    rank = config.get("r")
+    rank = shape.r
     for module, sides in pairs.items():
         if set(sides) != {"A", "B"}:
             raise CorruptObjectError(f"{source}: {module} has lora_{'A' if 'A' in sides else 'B'} only")
         a, b = sides["A"], sides["B"]
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
             raise CorruptObjectError(f"{source}: {module} has shapes {a.shape} and {b.shape}, rank is {rank}")
-    targets = config.get("target_modules") or []
+    targets = shape.target_modules
     wanted = [targets] if isinstance(targets, str) else targets
     missing = [t for t in wanted if not any(_targets(t, module) for module in pairs)]
     if missing or not pairs:

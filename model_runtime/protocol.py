@@ -113,6 +113,8 @@ def _plain_component(name: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 Index = Annotated[int, Field(ge=0, lt=2**31)]  # as the log keeps it
 GroupSize = Annotated[int, Field(ge=1, le=10_000)]
+RewardValue = Annotated[float, Field(allow_inf_nan=False, ge=-1e9, le=1e9)]
+"""Bounded, so that no sum or square of rewards overflows."""
 
 
 class _Request(_Wire):
@@ -159,10 +161,10 @@ class SessionAnswer(_Wire):
 
 class RewardRequest(_Request):
     """POST /sessions/{id}/reward. Without agent_id: of the workflow. With request_id (a completion's `id`
-    will do): of a turn. `null` withdraws. Replaceable until finalize. NaN and infinities are refused
-    (422)."""
+    will do): of a turn. `null` withdraws. Replaceable until finalize. NaN, infinities and values beyond
+    ±1e9 are refused (422)."""
 
-    reward: float | None = Field(allow_inf_nan=False)
+    reward: RewardValue | None
     component: Annotated[Text, AfterValidator(_plain_component)] = Field(
         default="reward", min_length=1, max_length=200
     )
@@ -173,7 +175,7 @@ class RewardRequest(_Request):
 class FinalizeRequest(_Request):
     """POST /sessions/{id}/finalize. Answers when rows and settlements are durable."""
 
-    reward: float | None = Field(default=None, allow_inf_nan=False)
+    reward: RewardValue | None = None
 
 
 class AbortRequest(_Request):

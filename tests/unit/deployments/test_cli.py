@@ -150,6 +150,16 @@ def test_stopping_a_run_that_does_not_run_says_so_and_how_to_go_on(config_file: 
     assert f"repertory up {config_file} --resume run-1" in result.output
 
 
+def test_stopping_a_run_that_is_complete_offers_nothing_to_go_on_with(config_file: Path) -> None:
+    config, layout = known_run(config_file), RunLayout("run-1")
+    store = open_store(config.store)
+    begin_run(store, layout, config, epoch=1)
+    update_run(store, layout, epoch=1, state="completed")
+    result = runner.invoke(cli.app, ["stop", "run-1"])
+    assert "run-1: was not running" in result.output
+    assert "--resume" not in result.output
+
+
 def test_export_names_the_models_it_knows(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

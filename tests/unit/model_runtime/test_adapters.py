@@ -182,6 +182,23 @@ def test_a_rank_other_than_the_config_is_refused():
         check_adapter(pack(tensors(), CONFIG | {"r": 8}), source="here")
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("lora_alpha", float("nan")),
+        ("lora_alpha", 0),
+        ("target_modules", 7),
+        ("target_modules", [1, 2]),
+        ("target_modules", []),
+        ("r", "8"),
+        ("r", None),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named(setting, value):
+    with pytest.raises(CorruptObjectError, match=f"adapter_config.json: {setting} is "):
+        check_adapter(pack(tensors(), CONFIG | {setting: value}), source="here")
+
+
 def test_values_that_are_not_finite_are_refused():
     bad = tensors()
     next(iter(bad.values()))[0, 0] = np.nan

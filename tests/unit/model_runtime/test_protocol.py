@@ -19,6 +19,7 @@ HALF_A_PAIR = "\ud800"
         (RewardRequest, {"reward": 1, "component": ""}),
         (RewardRequest, {"reward": 1, "component": "agent:success"}),
         (RewardRequest, {"reward": float("nan")}),
+        (RewardRequest, {"reward": 1e150}),  # its square is infinite
         (RewardRequest, {"reward": 1, "agent": "searcher"}),
         (RewardRequest, {"reward": 1, "turn_index": 0}),
         (FinalizeRequest, {"rewards": 0.7}),
