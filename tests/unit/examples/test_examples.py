@@ -48,7 +48,7 @@ def test_the_program_s_config_is_valid_and_names_its_own_workflow(
     (config,) = given
     assert load_workflow(config.workflow).__name__ == "run"
     assert len((tmp_path / "one_file.jsonl").read_text().splitlines()) == 30
-    assert [m.model_id for m in config.models] == ["planner", "solver"]
+    assert [m.model_id for m in config.models] == ["planner_model", "solver_model"]
 
 
 @pytest.mark.parametrize("name", ["quickstart", "smollm2"])
