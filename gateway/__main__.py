@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import uvicorn
+import uvloop
 
 from gateway.app import Gateway, create_app
 from model_runtime.config import RunConfig, StoreConfig
@@ -98,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        return asyncio.run(serve(parse_arguments(sys.argv[1:] if argv is None else argv)))
+        return uvloop.run(serve(parse_arguments(sys.argv[1:] if argv is None else argv)))
     except SupersededError as error:
         logger.error("%s", error)
         return EXIT_SUPERSEDED

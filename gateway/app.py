@@ -79,7 +79,9 @@ class Gateway:
         """Raises SupersededError if a newer epoch leads the run."""
         await self.check_epoch()
         config, models = self.config, [m.model_id for m in self.config.models]
-        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+        )
         self.routes = AgentModelRouteTable(config.agent_to_model)
         self.metrics = GatewayMetrics(models)
         self.bindings = GatewayBindingRegistry(

@@ -8,8 +8,9 @@ nobody waits for it any more.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -39,7 +40,7 @@ class _Call(Generic[Reply]):
     task: asyncio.Task[Reply]
     body_digest: bytes
     waiters: int = 0
-    finished_at: float | None = None
+    finished_at: float = math.inf
 
 
 class CallLedger(Generic[Reply]):
@@ -47,7 +48,8 @@ class CallLedger(Generic[Reply]):
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._calls: OrderedDict[str, _Call[Reply]] = OrderedDict()
+        self._calls: dict[str, _Call[Reply]] = {}
+        self._finished_calls: deque[tuple[str, _Call[Reply]]] = deque()  # the first to finish first
         self._running: set[asyncio.Task[Reply]] = set()
         self.num_joined = 0
 
@@ -59,7 +61,7 @@ class CallLedger(Generic[Reply]):
         """The reply of this call, started only if it neither runs nor has just finished.
 
         Raises what the call raised; ConflictError if it was stopped because its session ended."""
-        self._forget_old()
+        self.forget_old()
         call = None if identity.fresh else self._calls.get(identity.key)
         if call is None:
             call = self._start(identity, start)
@@ -71,6 +73,15 @@ class CallLedger(Generic[Reply]):
             self.num_joined += 1
         return await self._wait(call)
 
+    def forget_old(self) -> None:
+        """Let go of calls that finished too long ago to be asked for again."""
+        horizon = self._clock() - REMEMBERED_FOR_S
+        finished = self._finished_calls
+        while finished and (finished[0][1].finished_at < horizon or len(finished) > MAX_REMEMBERED):
+            key, call = finished.popleft()
+            if self._calls.get(key) is call:
+                del self._calls[key]
+
     async def stop_all(self) -> None:
         """Cancel what runs and wait until it has let go of its reservations."""
         running = list(self._running)
@@ -81,7 +92,6 @@ class CallLedger(Generic[Reply]):
     def _start(self, identity: CallIdentity, start: Callable[[], Coroutine[Any, Any, Reply]]) -> _Call[Reply]:
         call = _Call(asyncio.create_task(start()), identity.body_digest)
         self._calls[identity.key] = call
-        self._calls.move_to_end(identity.key)
         self._running.add(call.task)
         call.task.add_done_callback(lambda task: self._finished(identity.key, call, task))
         return call
@@ -103,14 +113,7 @@ class CallLedger(Generic[Reply]):
     def _finished(self, key: str, call: _Call[Reply], task: asyncio.Task[Reply]) -> None:
         self._running.discard(task)
         call.finished_at = self._clock()
-        failed = task.cancelled() or task.exception() is not None
-        if failed and self._calls.get(key) is call:
+        if not (task.cancelled() or task.exception() is not None):
+            self._finished_calls.append((key, call))
+        elif self._calls.get(key) is call:
             del self._calls[key]
-
-    def _forget_old(self) -> None:
-        now = self._clock()
-        for key, call in list(self._calls.items()):
-            if call.finished_at is None:
-                continue
-            if now - call.finished_at > REMEMBERED_FOR_S or len(self._calls) > MAX_REMEMBERED:
-                del self._calls[key]

@@ -77,6 +77,8 @@ class ChatCodec:
         self._tokenizer.no_padding()
         try:
             self._template = _environment().from_string(document.chat_template)
+            # jinja2 keeps a chain of mappings here, and would copy it name by name for every rendering.
+            self._template.globals = dict(self._template.globals)
         except jinja2.TemplateError as error:
             raise CorruptObjectError(f"{source}: chat_template can't be compiled: {error}") from error
         self._special_tokens = document.special_tokens

@@ -247,6 +247,8 @@ class SessionRegistry:
     async def sweep(self) -> None:
         """Settle sessions and groups whose time is up. Called every half second or so."""
         now = self._clock()
+        for session in self:
+            session.calls.forget_old()
         overdue = [s for s in self._sessions.values() if now >= s.deadline]
         ends = [self.settle(s, "expired", "the execution's time was up") for s in overdue]
         for group in self._admission.expired_groups():

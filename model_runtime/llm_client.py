@@ -110,8 +110,8 @@ class LLMServerClient:
         always asked for. Cancelling this call closes its connection, on which the server aborts the request.
         """
         body = _generate_body(model, token_ids, sampling, request_id, cache_salt)
-        answer = await self._generate(body, timeout_s=timeout_s)
-        return _generation(answer, model=model, url=self.url)
+        data = await self._call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)
+        return _generation(_decode(data, wire.GenerateAnswer, url=self.url), model=model, url=self.url)
 
     async def generate_stream(
         self,
@@ -217,8 +217,8 @@ class LLMServerClient:
         }
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
-        answer = await self._generate(body, timeout_s=timeout_s)
-        return _requested_logprobs(answer, token_ids, url=self.url)
+        data = await self._call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)
+        return _requested_logprobs(_decode(data, wire.ProbeAnswer, url=self.url), token_ids, url=self.url)
 
     async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None:
         """Serve the PEFT adapter in `path` as model `name`. Returns when the engine holds its weights.
@@ -259,10 +259,6 @@ class LLMServerClient:
         if self._owns_http and self._http is not None:
             await self._http.close()
             self._http = None
-
-    async def _generate(self, body: dict[str, Any], *, timeout_s: float) -> wire.GenerateAnswer:
-        data = await self._call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)
-        return _decode(data, wire.GenerateAnswer, url=self.url)
 
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float
@@ -457,8 +453,8 @@ def _chat_request(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return chat | {"tools": list(tools), "tool_choice": "auto"} if tools else chat
 
 
-def _requested_logprobs(answer: wire.GenerateAnswer, token_ids: Sequence[int], *, url: str) -> list[float]:
-    choice = _only_choice(answer, url=url)
+def _requested_logprobs(answer: wire.ProbeAnswer, token_ids: Sequence[int], *, url: str) -> list[float]:
+    [choice] = answer.choices if len(answer.choices) == 1 else [wire.ProbedChoice()]
     entries = (choice.logprobs and choice.logprobs.content) or []
     if len(entries) != 1:
         raise BackendUnavailableError(f"{url}: asked for one token, got logprobs of {len(entries)}")

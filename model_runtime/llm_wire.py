@@ -5,19 +5,13 @@ from __future__ import annotations
 import msgspec
 
 
-class TokenLogprob(msgspec.Struct):
+class TokenLogprob(msgspec.Struct, gc=False):
     token_id: int
     logprob: float
-
-
-class TokenEntry(msgspec.Struct):
-    token_id: int
-    logprob: float
-    top_logprobs: list[TokenLogprob] = []
 
 
 class Logprobs(msgspec.Struct):
-    content: list[TokenEntry] | None = None
+    content: list[TokenLogprob] | None = None
 
 
 class Choice(msgspec.Struct):
@@ -41,6 +35,24 @@ class GenerateAnswer(msgspec.Struct):
     choices: list[Choice]
     usage: Usage
     model: str | None = None
+
+
+class ProbedToken(msgspec.Struct):
+    """A sampled token and the logprobs of the others that were asked for."""
+
+    top_logprobs: list[TokenLogprob] = []
+
+
+class ProbedLogprobs(msgspec.Struct):
+    content: list[ProbedToken] | None = None
+
+
+class ProbedChoice(msgspec.Struct):
+    logprobs: ProbedLogprobs | None = None
+
+
+class ProbeAnswer(msgspec.Struct):
+    choices: list[ProbedChoice]
 
 
 class ErrorBody(msgspec.Struct):

@@ -185,19 +185,24 @@ class _ClientDisconnected(Exception):
 
 async def _until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """The work's result; cancelled as soon as the client hangs up."""
-    task = asyncio.ensure_future(work)
+    caller = asyncio.current_task()
+    assert caller is not None, "a coroutine runs in a task"
+
+    def stop(_: asyncio.Future[Any]) -> None:
+        caller.cancel()
+
     # The body has been read, so the next thing to come is the end of the connection.
     hang_up = asyncio.ensure_future(request.receive())
+    hang_up.add_done_callback(stop)
     try:
-        await asyncio.wait({task, hang_up}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise _ClientDisconnected
+        return await work
+    except asyncio.CancelledError:
+        if hang_up.done() and not caller.uncancel():
+            raise _ClientDisconnected from None
+        raise
     finally:
+        hang_up.remove_done_callback(stop)
         hang_up.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
 # ------------------------------------------------------------------ streams
