@@ -195,7 +195,7 @@ class Gateway:
         return "run" if self.desired == "drain" and self.admission.num_open else self.desired
 
     def _oldest_open_version(self, binding: ModelBinding) -> int | None:
-        versions = [*binding.inflight_versions]
+        versions = [*binding.inflight_versions, *binding.kept_versions]
         recorded = self.sessions.oldest_open_version(binding.model_id)
         return min([*versions, *([] if recorded is None else [recorded])], default=None)
 

@@ -67,6 +67,7 @@ class ModelBinding:
     codec_error: str = ""
     replicas: dict[str, ReplicaHandle] = field(default_factory=dict)
     inflight_versions: Counter[int] = field(default_factory=Counter)
+    kept_versions: Counter[int] = field(default_factory=Counter)  # of tokens kept by interrupted generations
     waiting: int = 0
     waited_s: float = 0.0  # by all calls together; a call that found the model ready adds exactly nothing
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -212,6 +213,29 @@ class GatewayBindingRegistry:
             binding.inflight_versions[version] -= 1
             if not binding.inflight_versions[version]:
                 del binding.inflight_versions[version]
+
+    @contextmanager
+    def keeping(self, model_id: str) -> Iterator[Callable[[int], None]]:
+        """Call what is yielded with each version whose tokens a generation keeps while it goes on under
+        another: until it ends they are open work."""
+        kept, held = self.get(model_id).kept_versions, []
+
+        def keep(version: int) -> None:
+            kept[version] += 1
+            held.append(version)
+
+        try:
+            yield keep
+        finally:
+            kept.subtract(held)
+            for version in set(held):
+                if not kept[version]:
+                    del kept[version]
+
+    async def newer_version(self, binding: ModelBinding, version: int) -> None:
+        """Returns once new requests are answered with another version than this one."""
+        while binding.published_version == version or self.why_not_ready(binding) is not None:
+            await binding.changed.wait()
 
     def note_failure(self, binding: ModelBinding, replica_id: str) -> None:
         """A replica broke off or answered 5xx: others are preferred for a moment."""

@@ -25,6 +25,14 @@ from model_runtime.types import Float32Array, Int32Array, MemberKey, Rewards, Tr
 LOGPROBS_MODE = "processed_logprobs"
 
 
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """So many tokens, one after another, that one version sampled."""
+
+    version: int
+    num_tokens: int
+
+
 @dataclass(slots=True)
 class TokenBuffer:
     """Arrays of one length that grow together: 13 bytes a token."""
@@ -48,11 +56,14 @@ class TokenBuffer:
         self.logprobs.frombytes(bytes(4 * count))
         self.versions.frombytes(np.full(count, -1, dtype=np.int32).tobytes())
 
-    def append_sampled(self, ids: Int32Array, logprobs: Float32Array, version: int) -> None:
+    def append_sampled(
+        self, ids: Int32Array, logprobs: Float32Array, versions: Sequence[VersionSpan]
+    ) -> None:
         self.ids.frombytes(ids.tobytes())
         self.mask.frombytes(b"\x01" * len(ids))
         self.logprobs.frombytes(logprobs.tobytes())
-        self.versions.frombytes(np.full(len(ids), version, dtype=np.int32).tobytes())
+        for span in versions:
+            self.versions.frombytes(np.full(span.num_tokens, span.version, dtype=np.int32).tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,7 +73,7 @@ class SampledTurn:
     context_ids: Int32Array  # the whole prompt of a new chain, else what follows the chain's own ids
     token_ids: Int32Array
     logprobs: Float32Array
-    version: int
+    versions: tuple[VersionSpan, ...]  # of token_ids, in their order
     request_id: str
     finish_reason: str
     temperature: float
@@ -70,6 +81,14 @@ class SampledTurn:
     top_k: int
     started_at: float
     ended_at: float
+
+    @property
+    def version_min(self) -> int:
+        return min(span.version for span in self.versions)
+
+    @property
+    def version_max(self) -> int:
+        return max(span.version for span in self.versions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +215,9 @@ class AgentChains:
         else:
             chain.response.append_context(turn.context_ids)
         start = len(chain.response)
-        chain.response.append_sampled(turn.token_ids, turn.logprobs, turn.version)
-        low, high = self._versions or (turn.version, turn.version)
-        self._versions = min(low, turn.version), max(high, turn.version)
+        chain.response.append_sampled(turn.token_ids, turn.logprobs, turn.versions)
+        low, high = self._versions or (turn.version_min, turn.version_max)
+        self._versions = min(low, turn.version_min), max(high, turn.version_max)
         chain.turns.append(_turn(turn, index=len(chain.turns), start=start, end=len(chain.response)))
         self._commits += 1
         chain.updated_at = self._commits
@@ -233,8 +252,8 @@ def _turn(turn: SampledTurn, *, index: int, start: int, end: int) -> Turn:
         start=start,
         end=end,
         request_id=turn.request_id,
-        version_min=turn.version,
-        version_max=turn.version,
+        version_min=turn.version_min,
+        version_max=turn.version_max,
         finish_reason=turn.finish_reason,
         temperature=turn.temperature,
         top_p=turn.top_p,

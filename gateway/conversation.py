@@ -48,7 +48,8 @@ class ChatReply:
     request_id: str
     agent_id: str
     model_id: str
-    policy_version: int
+    policy_version: int  # the oldest that sampled a token of it
+    policy_version_max: int
     workflow_id: str
     content: str
     finish_reason: str  # "stop" | "length" | "tool_calls"
@@ -77,6 +78,10 @@ class ReplyDelta:
     reasoning: str = ""
     logprobs: Sequence[float] = ()
     token_texts: Sequence[str] | None = None  # one for each logprob, when they were asked for
+
+    @property
+    def policy_version_max(self) -> int:
+        return self.policy_version
 
 
 DeltaSink = Callable[[ReplyDelta], None]

@@ -79,6 +79,9 @@ class GatewayMetrics:
         self._prompt_tokens = counter("prompt_tokens", "Tokens the servers were given", "model")
         self._sampled_tokens = counter("sampled_tokens", "Tokens the policies sampled", "model")
         self._retries = counter("backend_retries", "Attempts repeated on another replica", "model")
+        self._interrupted = counter(
+            "interruptions", "Generations that went on under a newer version than they began with", "model"
+        )
         self._breaks = counter("chain_breaks", "Conversations the template would not continue", "model")
         self._rollbacks = counter("rollbacks", "Last turns taken back: the agent rewrote them", "model")
         self._rolled_back = counter("rolled_back_tokens", "Sampled tokens of those turns", "model")
@@ -113,6 +116,9 @@ class GatewayMetrics:
 
     def count_retry(self, model_id: str) -> None:
         self._retries.labels(model_id).inc()
+
+    def count_interruption(self, model_id: str) -> None:
+        self._interrupted.labels(model_id).inc()
 
     def count_rollback(self, model_id: str, num_tokens: int) -> None:
         self._rollbacks.labels(model_id).inc()

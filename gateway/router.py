@@ -17,23 +17,14 @@ import numpy as np
 from gateway.bindings import GatewayBindingRegistry, ModelBinding
 from gateway.chains import AgentChains, Chain, Match, SampledTurn
 from gateway.codec import ChatCodec, RenderedPrompt, TextMark
-from gateway.conversation import (
-    Answer,
-    ChatCall,
-    ChatReply,
-    ConversationKey,
-    DeltaSink,
-)
+from gateway.conversation import ChatCall, ChatReply, ConversationKey, DeltaSink
 from gateway.metrics import GatewayMetrics
 from gateway.route_table import AgentModelRouteTable
-from gateway.sampler import Sampler, Sampling
+from gateway.sampler import Sampled, Sampler, Sampling
 from gateway.sampling import Settings, merge_settings
 from gateway.sessions import Session
 from model_runtime.config import RunConfig
-from model_runtime.errors import (
-    InvalidRequestError,
-)
-from model_runtime.llm_client import Generation
+from model_runtime.errors import InvalidRequestError
 from model_runtime.types import Int32Array
 
 logger = logging.getLogger(__name__)
@@ -120,6 +111,7 @@ class MultiModelGatewayRouter:
                 call=call,
                 model_id=model_id,
                 parses=self._parses(call, model_id),
+                interruptible=self._interruptible(model_id, settings),
                 request_id=request_id,
                 prompt_ids=prepared.prompt_ids(),
                 settings=_server_sampling(settings, max_tokens, _stop_ids(codec, call.stop)),
@@ -129,10 +121,11 @@ class MultiModelGatewayRouter:
                 with_texts=with_texts,
                 on_delta=on_delta,
             )
-            generation, answer, version = await self._sampler.sample(sampling)
+            sampled = await self._sampler.sample(sampling)
+            answer = sampled.answer
             session.require_active()
             num_prompt_tokens = prepared.num_context_tokens
-            turn = _sampled_turn(prepared, generation, settings, version, request_id, started_at)
+            turn = _sampled_turn(prepared, sampled, settings, request_id, started_at)
             self._note_rollback(model_id, prepared.match)
             prepared.owner.commit(
                 prepared.match.chain,
@@ -147,10 +140,10 @@ class MultiModelGatewayRouter:
             model_id,
             call.agent_id,
             num_prompt_tokens=num_prompt_tokens,
-            num_sampled_tokens=len(generation.token_ids),
+            num_sampled_tokens=len(turn.token_ids),
             seconds=turn.ended_at - started_at,
         )
-        return _reply(session, call, model_id, turn, generation, answer, codec if with_texts else None)
+        return _reply(session, call, model_id, turn, sampled, codec if with_texts else None)
 
     async def count_tokens(self, session: Session, call: ChatCall) -> int:
         """Tokens of these messages as the start of a conversation. Raises ModelNotReadyError,
@@ -218,6 +211,12 @@ class MultiModelGatewayRouter:
         rollout = self._models[model_id].rollout
         return bool(call.tools and rollout.tool_call_parser) or rollout.reasoning_parser is not None
 
+    def _interruptible(self, model_id: str, settings: Settings) -> bool:
+        """May a generation go on under another version? Not where the server weighs what it sampled so
+        far: to it, what is continued is prompt."""
+        weighs = any(settings.get(name) for name in ("presence_penalty", "frequency_penalty"))
+        return self._models[model_id].async_training.partial_rollout and not weighs
+
     # -------------------------------------------------------------- after
 
     def _out_of_room(
@@ -230,6 +229,7 @@ class MultiModelGatewayRouter:
             agent_id=call.agent_id,
             model_id=binding.model_id,
             policy_version=binding.published_version or 0,
+            policy_version_max=binding.published_version or 0,
             workflow_id=session.member.workflow_id,
             content="",
             finish_reason="length",
@@ -288,18 +288,14 @@ def _server_sampling(
 
 
 def _sampled_turn(
-    prepared: _Prepared,
-    generation: Generation,
-    settings: Settings,
-    version: int,
-    request_id: str,
-    started_at: float,
+    prepared: _Prepared, sampled: Sampled, settings: Settings, request_id: str, started_at: float
 ) -> SampledTurn:
+    generation = sampled.generation
     return SampledTurn(
         context_ids=prepared.new_ids,
         token_ids=generation.token_ids,
         logprobs=generation.logprobs,
-        version=version,
+        versions=sampled.versions,
         request_id=request_id,
         finish_reason=generation.finish_reason,
         temperature=float(settings.get("temperature", 1.0)),
@@ -315,17 +311,18 @@ def _reply(
     call: ChatCall,
     model_id: str,
     turn: SampledTurn,
-    generation: Generation,
-    answer: Answer,
+    sampled: Sampled,
     codec: ChatCodec | None,
 ) -> ChatReply:
+    generation, answer = sampled.generation, sampled.answer
     texts = None if codec is None else tuple(codec.token_texts(generation.token_ids))
     stopped = generation.finish_reason == "stop"
     return ChatReply(
         request_id=turn.request_id,
         agent_id=call.agent_id,
         model_id=model_id,
-        policy_version=turn.version,
+        policy_version=turn.version_min,
+        policy_version_max=turn.version_max,
         workflow_id=session.member.workflow_id,
         content=answer.content,
         reasoning=answer.reasoning,

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from contextlib import aclosing, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from gateway.answer_stream import AnswerStream, Heard, ParsedStream, PlainStream
-from gateway.bindings import GatewayBindingRegistry, Placement
+from gateway.bindings import GatewayBindingRegistry, ModelBinding, Placement
+from gateway.chains import VersionSpan
 from gateway.codec import ChatCodec
 from gateway.conversation import Answer, ChatCall, DeltaSink, ReplyDelta, Tool, ToolCall, arguments_object
+from gateway.interruption import Interruption, Pieces, interrupted_at_a_new_version
 from gateway.metrics import GatewayMetrics
 from gateway.sessions import Session
 from model_runtime.errors import BackendRejectedError, BackendUnavailableError, ModelNotReadyError
@@ -40,15 +42,27 @@ class Sampling:
     call: ChatCall
     model_id: str
     parses: bool  # the server's parsers are to read the answer
+    interruptible: bool  # a new version takes it over
     request_id: str
     prompt_ids: list[int]
-    settings: dict[str, float | int | list[int]]
+    settings: dict[str, Any]
     deadline: float
     started_at: float
     codec: ChatCodec
     with_texts: bool = False
     on_delta: DeltaSink | None = None
-    stream: AnswerStream | None = None  # what the listener hears of the last attempt
+    place: Placement | None = None  # of the attempt that is told
+    stream: AnswerStream | None = None  # what the listener hears of it
+    stream_is_ahead: bool = False  # it was given tokens of an attempt that may still break off
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """A whole answer: its tokens, the versions that sampled them, and what they say."""
+
+    generation: Generation
+    versions: tuple[VersionSpan, ...]
+    answer: Answer
 
 
 class Sampler:
@@ -61,32 +75,37 @@ class Sampler:
         self._metrics = metrics
         self._clock = clock
 
-    async def sample(self, sampling: Sampling) -> tuple[Generation, Answer, int]:
-        """A whole generation, what it says, and the version that made it.
+    async def sample(self, sampling: Sampling) -> Sampled:
+        """A whole generation, what it says, and the versions that made it.
 
         A replica that breaks off is replaced by a ready one until the deadline; nothing of a broken attempt
         is kept. Once a listener has heard of an attempt there is no other: half of one answer and half of
-        another is none."""
+        another is none. One that was interrupted by a new version goes on under it from its own tokens."""
+        try:
+            with self._bindings.keeping(sampling.model_id) as keep:
+                return await self._sample(sampling, Pieces(keep))
+        finally:
+            await _stop_telling(sampling)
+
+    async def _sample(self, sampling: Sampling, pieces: Pieces) -> Sampled:
         pause, attempt = _FIRST_RETRY_S, 0
         model_id, request_id = sampling.model_id, sampling.request_id
         while True:
             binding = await self._bindings.wait_until_ready(model_id, sampling.deadline)
             with self._bindings.place(binding, sampling.session.affinity) as place:
                 try:
-                    generation = await self._attempt(sampling, place, f"{request_id}-{attempt}")
-                    _require_whole(generation)
-                    answer = await self._read(sampling, place, generation)
-                    return generation, answer, place.version
+                    sampled = await self._attempt(sampling, binding, place, pieces, f"{request_id}-{attempt}")
                 except (BackendUnavailableError, BackendRejectedError) as error:
                     failure = error
-            if (
-                isinstance(failure, BackendRejectedError)
-                and failure.status_code not in _NOT_THE_CALLERS_FAULT
-            ):
+                else:
+                    if sampled is not None:
+                        return sampled
+                    attempt += 1
+                    continue
+            if _is_the_callers_fault(failure):
                 raise failure
             self._bindings.note_failure(binding, place.replica_id)
-            if sampling.stream is not None and sampling.stream.was_heard:
-                raise failure
+            await _forget_attempt(sampling, failure)
             self._metrics.count_retry(model_id)
             logger.warning(
                 "request %s to %s, attempt %d: %s", request_id, place.replica_id, attempt + 1, failure
@@ -96,39 +115,68 @@ class Sampler:
             await asyncio.sleep(pause)
             pause, attempt = min(2 * pause, _LONGEST_RETRY_S), attempt + 1
 
-    async def _attempt(self, sampling: Sampling, place: Placement, request_id: str) -> Generation:
+    async def _attempt(
+        self, sampling: Sampling, binding: ModelBinding, place: Placement, pieces: Pieces, request_id: str
+    ) -> Sampled | None:
+        """The whole answer; None when a new version interrupted it, with what there is of it in `pieces`."""
+        if sampling.interruptible:
+            watch = interrupted_at_a_new_version(self._bindings, binding, place, request_id)
+        else:
+            watch = nullcontext(Interruption())
+        async with watch as interruption:
+            generation = await self._generate(sampling, place, pieces, request_id)
+        if interruption.ended(generation):
+            if pieces.num_tokens + len(generation.token_ids) < sampling.settings["max_tokens"]:
+                pieces.add(generation, place.version)
+                sampling.stream_is_ahead = False
+                self._metrics.count_interruption(sampling.model_id)
+                return None
+            generation = replace(generation, finish_reason="length")  # ended by itself at that very moment
+        _require_whole(generation)
+        await _stop_telling(sampling)
+        whole, versions = pieces.joined(generation, place.version)
+        return Sampled(whole, versions, await self._read(sampling, place, whole))
+
+    async def _generate(
+        self, sampling: Sampling, place: Placement, pieces: Pieces, request_id: str
+    ) -> Generation:
         arguments: dict[str, Any] = {
             "model": served_name(sampling.model_id, place.version),
-            "token_ids": sampling.prompt_ids,
-            "sampling": sampling.settings,
+            "token_ids": sampling.prompt_ids + pieces.token_ids(),
+            "sampling": pieces.settings_for_the_rest(sampling.settings),
             "request_id": request_id,
             "timeout_s": self._seconds_left(sampling),
         }
         if sampling.on_delta is None:
             return await place.client.generate(**arguments)
         chunks: list[GenerationChunk] = []
-        sampling.stream = heard = self._listen(sampling, place)
-        try:
-            async with aclosing(place.client.generate_stream(**arguments)) as stream:
-                async for chunk in stream:
-                    chunks.append(chunk)
-                    if chunk.token_ids:
-                        heard.push(chunk)
-        finally:
-            await heard.close()
+        sampling.place = place
+        if sampling.stream is None:
+            sampling.stream = self._listen(sampling, place)
+            for piece in pieces.generations:
+                sampling.stream.push(GenerationChunk(piece.token_ids.tolist(), piece.logprobs.tolist()))
+        async with aclosing(place.client.generate_stream(**arguments)) as stream:
+            async for chunk in stream:
+                chunks.append(chunk)
+                if chunk.token_ids:
+                    sampling.stream_is_ahead = True
+                    sampling.stream.push(chunk)
         return join_chunks(chunks, url=place.client.url)
 
     def _listen(self, sampling: Sampling, place: Placement) -> AnswerStream:
-        codec = sampling.codec
+        codec, sampling.place = sampling.codec, place
+
+        def now_at() -> Placement:
+            return sampling.place or place
 
         def tell(heard: Heard) -> None:
-            _tell(sampling, heard, place.version)
+            _tell(sampling, heard, now_at().version)
 
         if not sampling.parses:
             return PlainStream(codec.decode, tell, sampling.call.stop)
 
         async def parse(ids: list[int], state: msgspec.Raw | None) -> ParsedDelta:
-            return await place.client.parse_piece(
+            return await now_at().client.parse_piece(
                 prompt_ids=sampling.prompt_ids,
                 token_ids=ids,
                 state=state,
@@ -183,6 +231,26 @@ class Sampler:
 
 def _are_objects(calls: Sequence[ToolCall]) -> bool:
     return all(isinstance(arguments_object(call.arguments), dict) for call in calls)
+
+
+async def _stop_telling(sampling: Sampling) -> None:
+    if sampling.stream is not None:
+        await sampling.stream.close()
+
+
+async def _forget_attempt(sampling: Sampling, failure: Exception) -> None:
+    """Let a listener hear nothing more of an attempt that broke off. Raises the failure when it has heard
+    of it already."""
+    if sampling.stream is None or not sampling.stream_is_ahead:
+        return
+    await sampling.stream.close()
+    if sampling.stream.was_heard:
+        raise failure
+    sampling.stream, sampling.stream_is_ahead = None, False
+
+
+def _is_the_callers_fault(failure: Exception) -> bool:
+    return isinstance(failure, BackendRejectedError) and failure.status_code not in _NOT_THE_CALLERS_FAULT
 
 
 def _tell(sampling: Sampling, heard: Heard, version: int) -> None:

@@ -179,8 +179,9 @@ class AsyncTrainingConfig(Section):
     require_batches: int = Field(default=1, ge=1)
     """Batches a training step takes."""
     partial_rollout: bool = False
-    """Interrupt generations at a new version and continue them under it. Not built yet: a warning, and
-    generations finish under the version they began with."""
+    """What becomes of generations that run when a new version is published. False: they finish under the
+    version they began with. True: they are interrupted and go on under the new one from their own tokens,
+    with one budget; the agent sees one answer, the record says which version sampled each token."""
     max_staleness: int = Field(default=4, ge=0)
     """Versions a token may lag behind the last published one when it is trained."""
     max_staleness_action: Literal["wait", "drop"] = "wait"
@@ -419,12 +420,6 @@ class RunConfig(Section):
     def warnings(self) -> list[str]:
         """What is accepted but not yet honoured, one sentence each."""
         found = [
-            f"{m.model_id}: partial_rollout is not built yet; generations finish under the version they "
-            "began with"
-            for m in self.models
-            if m.async_training.partial_rollout
-        ]
-        found += [
             f"{m.model_id}.objective: {warning}"
             for m in self.trainable_models
             for warning in m.objective.warnings()

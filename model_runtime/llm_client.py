@@ -136,6 +136,12 @@ class LLMServerClient:
                 yield _chunk(_decode(event, wire.StreamAnswer, url=self.url), url=self.url)
         raise BackendUnavailableError(f"{self.url}: the stream of {request_id} broke off")
 
+    async def abort(self, request_id: str, *, timeout_s: float) -> None:
+        """End a generation that runs: its own call then answers what was sampled so far, with the
+        finish_reason "abort". One that is not known (not yet, or no more) is no error."""
+        body = {"request_ids": [f"generate-tokens-{request_id}"]}  # as vLLM names it inside
+        await self._call("POST", "/inference/v1/abort_requests", body, timeout_s=timeout_s)
+
     async def parse_answer(
         self,
         *,

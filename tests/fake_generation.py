@@ -11,6 +11,36 @@ from typing import Any
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
+async def sampled_in_time(server: Any, answer: dict[str, Any]) -> bool:
+    """Takes as long as a token does; False when the request was told to end."""
+    if not server.token_delay_s:
+        return True
+    ended = server.told_to_end[answer["request_id"].removeprefix("generate-tokens-")]
+    try:
+        async with asyncio.timeout(server.token_delay_s):
+            await ended.wait()
+    except TimeoutError:
+        return True
+    return False
+
+
+def cut(answer: dict[str, Any], length: int) -> dict[str, Any]:
+    """What vLLM answers of a request that was aborted after so many tokens."""
+    [choice] = answer["choices"]
+    kept = {"token_ids": choice["token_ids"][:length], "finish_reason": "abort"}
+    kept["logprobs"] = {"content": choice["logprobs"]["content"][:length]}
+    usage = {**answer["usage"], "completion_tokens": length}
+    return {**answer, "choices": [{**choice, **kept}], "usage": usage}
+
+
+async def whole_answer(server: Any, answer: dict[str, Any]) -> dict[str, Any]:
+    """The answer at once, after the time its tokens take."""
+    for i in range(len(answer["choices"][0]["token_ids"])):
+        if not await sampled_in_time(server, answer):
+            return cut(answer, i)
+    return answer
+
+
 async def stream_answer(server: Any, request: Any, answer: dict[str, Any]) -> Any:
     """The answer as vLLM streams it, a token an event, with the server's `token_delay_s` between them.
 
@@ -44,7 +74,11 @@ async def stream_answer(server: Any, request: Any, answer: dict[str, Any]) -> An
                 "finish_reason": reason,
             }
             await send({"request_id": answer["request_id"], "choices": [delta], "usage": None})
-            await asyncio.sleep(server.token_delay_s)
+            if not await sampled_in_time(server, answer):
+                answer = cut(answer, i + 1)
+                end = {"index": 0, "token_ids": [], "logprobs": None, "finish_reason": "abort"}
+                await send({"request_id": answer["request_id"], "choices": [end], "usage": None})
+                break
         await send({"request_id": answer["request_id"], "choices": [], "usage": answer["usage"]})
         await send(b"[DONE]")
     except (asyncio.CancelledError, ConnectionError):

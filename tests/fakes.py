@@ -22,7 +22,7 @@ from model_runtime.documents import TokenizerDocument
 from model_runtime.errors import ObjectExistsError
 from model_runtime.store import Store
 from model_runtime.types import MemberKey, Settlement, Trajectory, Turn, trajectory_id
-from tests.fake_generation import derender, derender_piece, stream_answer
+from tests.fake_generation import derender, derender_piece, stream_answer, whole_answer
 
 
 def make_turn(**overrides: Any) -> Turn:
@@ -365,7 +365,11 @@ class FakeRolloutServer:
         self.fail_next: list[int | str] = []  # an HTTP status, "drop" or "abort"
         self.delay_s = 0.0
         self.finish_reason = "stop"
-        self.token_delay_s, self.break_after, self.break_by = 0.0, -1, "drop"  # of streams
+        self.token_delay_s = 0.0
+        self.break_after, self.break_by = -1, "drop"  # of streams
+        self.ignore_aborts = False
+        self.answer_of: Callable[[dict[str, Any]], list[int]] | None = None  # ids, in place of `answers`
+        self.told_to_end: dict[str, asyncio.Event] = {}  # by request id, of what runs
         self.derendered: list[dict[str, Any]] = []
         self.pieces: list[dict[str, Any]] = []  # asked of the parser while an answer was sampled
         self.fail_derender, self.fail_pieces = 0, 0
@@ -390,6 +394,7 @@ class FakeRolloutServer:
 
         app = web.Application(client_max_size=64 * 2**20)
         app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/inference/v1/abort_requests", self._abort)
         app.router.add_post("/v1/chat/completions/derender", self._derender)
         return app
 
@@ -407,6 +412,15 @@ class FakeRolloutServer:
             return web.json_response({"error": {"message": "can't parse"}}, status=self.fail_derender)
         return web.json_response(derender(self, self.derendered[-1]))
 
+    async def _abort(self, request: Any) -> Any:
+        from aiohttp import web
+
+        for name in (await request.json())["request_ids"]:
+            ended = self.told_to_end.get(name.removeprefix("generate-tokens-"))
+            if ended is not None and not self.ignore_aborts:
+                ended.set()
+        return web.Response()
+
     async def _generate(self, request: Any) -> Any:
         from aiohttp import web
 
@@ -414,6 +428,7 @@ class FakeRolloutServer:
         if request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": {"message": "wrong key"}}, status=401)
         self.requests.append(body)
+        self.told_to_end[body["request_id"]] = asyncio.Event()
         try:
             await asyncio.sleep(self.delay_s)
         except asyncio.CancelledError:
@@ -428,13 +443,19 @@ class FakeRolloutServer:
         if self.served is not None and body["model"] not in self.served:
             return web.json_response({"error": {"message": f"no model {body['model']}"}}, status=404)
         answer = self._answer(body, aborted=failure == "abort")
-        return await stream_answer(self, request, answer) if body.get("stream") else web.json_response(answer)
+        if body.get("stream"):
+            return await stream_answer(self, request, answer)
+        try:
+            return web.json_response(await whole_answer(self, answer))
+        except asyncio.CancelledError:
+            self.aborted.append(body["request_id"])
+            raise
 
     def _answer(self, body: dict[str, Any], *, aborted: bool) -> dict[str, Any]:
         text = self.answers[min(self._num_answers, len(self.answers) - 1)]
         self._num_answers += 1
         limit = body["sampling_params"]["max_tokens"]
-        whole = self.answer_ids(text)
+        whole = self.answer_ids(text) if self.answer_of is None else self.answer_of(body)
         ids = whole[:limit]
         self.num_sampled += len(ids)
         content = [

@@ -28,11 +28,13 @@ AGENTS = {"planner": "plan", "searcher": "solve", "answerer": "solve"}
 
 
 def make_config(**gateway: Any) -> RunConfig:
-    """Two trainable models, three agents; groups of two; commits at once."""
+    """Two trainable models, three agents; groups of two; commits at once. `of_each_model` are fields of
+    both models."""
     settings = {"commit_interval_s": 0.0, "request_timeout_s": 5.0, "lease_s": 30.0}
     workflow = {k: gateway.pop(k) for k in ("temperature", "execution_timeout_s") if k in gateway}
+    of_each_model = gateway.pop("of_each_model", {})
     models = [
-        {"model_id": m, "model_path": "unused", "batch_size": 64, "max_response_tokens": 64}
+        {"model_id": m, "model_path": "unused", "batch_size": 64, "max_response_tokens": 64} | of_each_model
         for m in ("plan", "solve")
     ]
     return parse_config(

@@ -116,6 +116,7 @@ def _frame(request: MessagesRequest, source: ChatReply | ReplyDelta) -> dict[str
         "agent_id": source.agent_id,
         "model_id": source.model_id,
         "policy_version": source.policy_version,
+        "policy_version_max": source.policy_version_max,
         "workflow_id": source.workflow_id,
         "request_id": source.request_id,
     }

@@ -264,6 +264,7 @@ def _provenance(reply: ChatReply | ReplyDelta) -> dict[str, Any]:
         "agent_id": reply.agent_id,
         "model_id": reply.model_id,
         "policy_version": reply.policy_version,
+        "policy_version_max": reply.policy_version_max,
         "workflow_id": reply.workflow_id,
         "request_id": reply.request_id,
     }

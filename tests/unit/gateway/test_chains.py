@@ -6,7 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from gateway.chains import AgentChains, Chain, ConversationKey, ExecutionRecord, SampledTurn, materialise
+from gateway.chains import (
+    AgentChains,
+    Chain,
+    ConversationKey,
+    ExecutionRecord,
+    SampledTurn,
+    VersionSpan,
+    materialise,
+)
 from gateway.codec import TextMark
 from model_runtime.types import trajectory_id
 from tests.fakes import make_member
@@ -18,12 +26,19 @@ def message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def sampled(context: list[int], ids: list[int], *, version: int = 0, request_id: str = "r") -> SampledTurn:
+def sampled(
+    context: list[int],
+    ids: list[int],
+    *,
+    version: int = 0,
+    request_id: str = "r",
+    spans: tuple[VersionSpan, ...] | None = None,
+) -> SampledTurn:
     return SampledTurn(
         context_ids=np.asarray(context, np.int32),
         token_ids=np.asarray(ids, np.int32),
         logprobs=np.asarray([-0.5 * (i + 1) for i in range(len(ids))], np.float32),
-        version=version,
+        versions=(VersionSpan(version, len(ids)),) if spans is None else spans,
         request_id=request_id,
         finish_reason="stop",
         temperature=1.0,

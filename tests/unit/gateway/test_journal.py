@@ -18,7 +18,7 @@ import pytest
 
 from gateway import journal as module
 from gateway.calls import CallIdentity
-from gateway.chains import Point, SampledTurn
+from gateway.chains import Point, SampledTurn, VersionSpan
 from gateway.codec import TextMark
 from gateway.conversation import ChatReply
 from gateway.journal import Append, Forget, Owned, SessionJournal, remove_older_journals
@@ -62,6 +62,7 @@ def make_reply() -> ChatReply:
         agent_id="planner",
         model_id="plan",
         policy_version=4,
+        policy_version_max=5,
         workflow_id="g0/0/0",
         content="hello",
         finish_reason="stop",
@@ -79,7 +80,7 @@ def make_committed(*, num_tokens: int = 3) -> TurnCommitted:
         context_ids=np.arange(5, dtype=np.int32),
         token_ids=np.arange(num_tokens, dtype=np.int32),
         logprobs=np.linspace(-1, 0, num_tokens, dtype=np.float32),
-        version=4,
+        versions=(VersionSpan(4, 1), VersionSpan(5, num_tokens - 1)),
         request_id="r0",
         finish_reason="stop",
         temperature=0.7,
@@ -114,6 +115,7 @@ async def test_a_turn_comes_back_to_the_bit(path: Path) -> None:
         before, after = getattr(turn.turn, name), getattr(found.turn, name)
         assert after.dtype == before.dtype
         assert after.tolist() == before.tolist()
+    assert found.turn.versions == turn.turn.versions
     assert (found.point, found.identity, found.num_turns) == (turn.point, turn.identity, 0)
     assert found.reply is not None
     assert found.reply.content == make_reply().content

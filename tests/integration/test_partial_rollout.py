@@ -1,0 +1,149 @@
+"""A real vLLM server whose weights change in the middle of long answers, in both modes of partial_rollout:
+each token's logprob is that of the version the record names for it, recomputed by transformers + PEFT."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from model_runtime.layout import RunLayout
+from model_runtime.llm_client import LLMServerClient
+from model_runtime.store import Store
+from model_runtime.tokenizer_bundle import publish_tokenizer
+from model_runtime.types import Trajectory
+from tests.gateway_harness import RUN_ID, GatewayHarness, live_gateway, make_config
+from tests.integration.conftest import VLLMServer
+from tests.integration.test_gateway import errors_by_version, load_versions, model_config
+
+pytestmark = pytest.mark.integration
+
+NUM_TOKENS = 400
+
+
+@contextmanager
+def gateway_before(
+    server: VLLMServer, adapters: list[Path], store: Store, *, partial_rollout: bool
+) -> Iterator[GatewayHarness]:
+    fields = {
+        "async_training": {"partial_rollout": partial_rollout},
+        "max_response_tokens": NUM_TOKENS,
+    }
+    asyncio.run(load_versions(server, adapters, load=True))
+    uri = publish_tokenizer(store, RunLayout(RUN_ID).model("plan"), model_config(server.base))
+    config = make_config(of_each_model=fields, request_timeout_s=60.0)
+    try:
+        with live_gateway(store, config=config) as harness:
+            harness.make_ready()
+            replica = {"replica_id": "vllm", "url": server.url, "api_key": server.api_key}
+            harness.defaults["plan"] = {"replicas": [replica], "tokenizer_uri": uri}
+            harness.renew("plan")
+            harness.wait_for_tokenizer("plan", uri)
+            harness.open_group()
+            yield harness
+    finally:
+        asyncio.run(load_versions(server, adapters, load=False))
+
+
+def ask_through_a_flip(harness: GatewayHarness, session: Any, *, streamed: bool = False) -> Any:
+    """One long answer of a policy that never ends by itself; version 1 is published while it is sampled."""
+    client = openai.OpenAI(base_url=f"{session.base_url}/agents/planner/v1", api_key=session.api_key)
+
+    def ask() -> Any:
+        fields: dict[str, Any] = {"model": "m", "max_tokens": NUM_TOKENS, "seed": 11}
+        fields["messages"] = [{"role": "user", "content": "count"}]
+        with client:
+            if not streamed:
+                return client.chat.completions.create(**fields)
+            return list(client.chat.completions.create(**fields, stream=True))
+
+    binding = harness.gateway.bindings.get("plan")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask)
+        until(lambda: binding.running, "the answer was not begun")
+        time.sleep(0.4)
+        harness.renew("plan", published_version=1)
+        return answer.result(60)
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def versions_of(row: Trajectory) -> list[int]:
+    return np.unique(row.token_versions[row.response_mask == 1]).tolist()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_interrupted_answer_goes_on_under_the_new_weights_and_both_parts_are_exact(
+    vllm_server: VLLMServer, tiny_adapters: list[Path], local_store: Store, streamed: bool
+) -> None:
+    with gateway_before(vllm_server, tiny_adapters, local_store, partial_rollout=True) as harness:
+        session = harness.open_session()
+        answer = ask_through_a_flip(harness, session, streamed=streamed)
+        finish = answer[-1].choices[0].finish_reason if streamed else answer.choices[0].finish_reason
+        session.finalize(1.0)
+        [row] = harness.rows("plan")
+    assert versions_of(row) == [0, 1]
+    assert finish == row.turns[0].finish_reason
+    assert finish in ("stop", "length")
+    assert finish == "stop" or len(row.response_ids) == NUM_TOKENS
+    found = errors_by_version(row, vllm_server.base, tiny_adapters)
+    assert max(found.values()) <= 1e-4, found
+    # The tokens were not scored anew by the weights that went on from them, nor the other way round.
+    swapped = errors_by_version(row, vllm_server.base, tiny_adapters[1::-1])
+    assert min(swapped.values()) > 1e-2
+
+
+def test_a_generation_that_is_not_interrupted_finishes_under_its_own_weights_exactly(
+    vllm_server: VLLMServer, tiny_adapters: list[Path], local_store: Store
+) -> None:
+    with gateway_before(vllm_server, tiny_adapters, local_store, partial_rollout=False) as harness:
+        session = harness.open_session()
+        answer = ask_through_a_flip(harness, session)
+        assert answer.model_extra["policy_version"] == 0
+        again = session.chat("after the flip", max_tokens=4).json()
+        assert again["policy_version"] == 1
+        session.finalize(1.0)
+        rows = harness.rows("plan")
+    assert [versions_of(row) for row in rows] == [[0], [1]]
+    for row in rows:
+        assert max(errors_by_version(row, vllm_server.base, tiny_adapters).values()) <= 1e-4
+
+
+async def test_the_server_ends_a_request_that_waits_as_one_without_tokens(
+    vllm_server: VLLMServer, vllm_client: LLMServerClient
+) -> None:
+    """More requests than the server runs at once: what waits in its line can be interrupted too."""
+    sampling = {"max_tokens": 1500, "temperature": 1.0, "ignore_eos": True}
+    ids = [f"partial-{i}" for i in range(20)]  # it runs 16
+    calls = [
+        asyncio.create_task(
+            vllm_client.generate(
+                model=vllm_server.base_name,
+                token_ids=[5, 6, 7],
+                sampling=sampling,
+                request_id=id_,
+                timeout_s=60,
+            )
+        )
+        for id_ in ids
+    ]
+    await asyncio.sleep(0.5)
+    await asyncio.gather(*(vllm_client.abort(id_, timeout_s=10) for id_ in ids))
+    answers = await asyncio.gather(*calls)
+    assert {a.finish_reason for a in answers} == {"abort"}
+    assert all(len(a.token_ids) == len(a.logprobs) < 1500 for a in answers)
+    assert min(len(a.token_ids) for a in answers) == 0
+    assert max(len(a.token_ids) for a in answers) > 0
