@@ -35,6 +35,7 @@ app = typer.Typer(
 - `repertory up config.yaml --resume RUN_ID` – go on with a run that was stopped
 - `repertory validate config.yaml` – is the file right?
 - `repertory doctor config.yaml` – can this machine run it?
+- `repertory deploy config.yaml --pool NAME` – register it on your own Prefect server and its workers
 - `repertory status` – what has run here, and what runs now
 - `repertory export RUN_ID MODEL --to DIR` – the trained adapter, as PEFT and vLLM read it
 """,
@@ -198,6 +199,51 @@ def doctor(
             console.print(f"        → {_escaped(check.fix)}", highlight=False, soft_wrap=True)
     if not all(check.ok for check in checks):
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def deploy(
+    config: ConfigArgument,
+    pool: Annotated[
+        str, typer.Option(help="Work pool whose workers run the flows; it must exist.", metavar="NAME")
+    ],
+    queue: Annotated[
+        str | None, typer.Option(help="Work queue of the pool; its default if left out.", metavar="NAME")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Register the config on your Prefect server (PREFECT_API_URL), to be run by the workers of a pool.
+
+    Run it again after a change of the config: it updates in place, and models that left are retired. Then
+    start runs from the dashboard, or with `prefect deployment run multi-model-training/NAME`.
+    """
+    import asyncio
+    import dataclasses
+    import json as json_format
+    import uuid
+
+    from deployments.deploy import deploy as register
+    from deployments.registration import deployments_of
+
+    settings = load_config(config)
+    version = uuid.uuid4().hex[:12]
+    wanted = deployments_of(settings, version=version, work_pool_name=pool, work_queue_name=queue)
+    done = asyncio.run(register(settings, wanted))
+    if json:
+        sys.stdout.write(json_format.dumps(dataclasses.asdict(done), indent=1) + "\n")
+        return
+    console = Console()
+    for what, names in (("registered", done.registered), ("retired", done.retired)):
+        for name in names:
+            console.print(f"{what} {name}", highlight=False, soft_wrap=True)
+    console.print(
+        f"Each worker of {pool!r} ({done.pool_type}) needs Repertory installed and REPERTORY_ADMIN_KEY set "
+        f"to one secret of at least 16 characters:\n  prefect worker start --pool {pool}\n"
+        f"Start a run with:\n  prefect deployment run multi-model-training/{settings.name}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 @app.command()

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -190,23 +189,10 @@ def prefect_env(api_url: str, *, ui: bool) -> dict[str, str]:
 def serve_deployments(config: RunConfig, launch: str) -> None:
     """Register the deployments under the version `launch` and run what they are asked for, until ended."""
     from prefect import serve
-    from prefect.types.entrypoint import EntrypointType
 
-    from flows.model_runtime import model_runtime
-    from flows.multi_model_training import multi_model_training
-    from flows.rollout import rollout
+    from deployments.registration import deployments_of
 
-    # By module: every flow process imports the installed package, whatever folder it runs in.
-    common: dict[str, Any] = {"version": launch, "entrypoint_type": EntrypointType.MODULE_PATH}
-    names = [*(m.model_id for m in config.models), "default"]
-    registered: list[Any] = [  # to_deployment is typed as if it might be awaited
-        model_runtime.to_deployment(name, tags=[] if name == "default" else [f"model:{name}"], **common)
-        for name in names
-    ]
-    registered.append(rollout.to_deployment("default", **common))
-    # The form of the UI starts from this config; the parent comes last, so its version says all are there.
-    parameters = {"run_id": "", "config": config.model_dump(mode="json")}
-    registered.append(multi_model_training.to_deployment(config.name, parameters=parameters, **common))
+    registered = deployments_of(config, version=launch)
     serve(*registered, limit=2 * (len(config.models) + 4), pause_on_shutdown=False)
 
 

@@ -203,9 +203,13 @@ async def start_children(run: Run) -> None:
         child.tags.append(f"model:{model.model_id}")
         run.models[model.model_id] = child
     if run.config.workflow.function is not None:
-        run.rollout = _child(run, "rollout", "rollout/default")
+        run.rollout = _child(run, "rollout", *_rollout_deployments(run))
     for child in run.children:
         await start_child(child)
+
+
+def _rollout_deployments(run: Run) -> tuple[str, str]:
+    return (f"rollout/{run.config.name}", "rollout/default")
 
 
 def _child(run: Run, role: str, *deployments: str) -> Child:
@@ -323,7 +327,7 @@ async def evaluate(run: Run) -> None:
     """The held-out tasks, greedily, with the last versions. A failed model's agents can't be evaluated."""
     if run.config.workflow.held_out_tasks is None or run.config.workflow.function is None or run.failures:
         return
-    run.evaluation = _child(run, "evaluation", "rollout/default")
+    run.evaluation = _child(run, "evaluation", *_rollout_deployments(run))
     run.evaluation.parameters["mode"] = "eval"
     await start_child(run.evaluation)
     until = time.monotonic() + EVALUATION_LIMIT_S

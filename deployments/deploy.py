@@ -1,0 +1,133 @@
+"""Registering a config's deployments on a Prefect server whose workers run them.
+
+Again is an update in place. A model that left the config keeps its deployment, and with it the history of
+its runs, but is paused and tagged `retired`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import httpx
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterTags,
+    FlowFilter,
+    FlowFilterName,
+)
+from prefect.client.schemas.objects import WorkPool
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.deployments.runner import RunnerDeployment
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
+
+from deployments.registration import config_tag
+from model_runtime.config import RunConfig
+from model_runtime.errors import ConfigError, PrefectError
+
+T = TypeVar("T")
+
+RETIRED = "retired"
+CALL_LIMIT_S = 30.0
+"""Longest wait for one answer of the server."""
+MODEL_FLOW = "model-runtime"
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """What one `deploy` did."""
+
+    api_url: str
+    work_pool: str
+    pool_type: str
+    registered: tuple[str, ...]  # flow/name
+    retired: tuple[str, ...]
+
+
+async def deploy(config: RunConfig, wanted: Sequence[RunnerDeployment]) -> Deployed:
+    """Register the deployments of this config, and retire models that it no longer names.
+
+    `wanted`: `deployments_of(config, …)` on a work pool, made outside of an event loop, where Prefect would
+    give coroutines. Raises ConfigError when no server is configured or the pool is not there, PrefectError
+    when the server fails.
+    """
+    api_url = get_current_settings().api.url
+    if not api_url:
+        raise ConfigError(
+            "no Prefect server is configured: set PREFECT_API_URL or use `prefect config set`; "
+            "`repertory up` needs none, it brings its own"
+        )
+    work_pool = wanted[0].work_pool_name
+    assert work_pool is not None, "without a pool nobody would run them"
+    try:
+        async with get_client() as client:
+            pool = await _require_pool(client, work_pool)
+            for deployment in wanted:
+                await _register(client, deployment)
+            retired = await _retire(client, config)
+    except (httpx.HTTPError, TimeoutError) as error:
+        raise PrefectError(f"Prefect at {api_url}: {type(error).__name__} {error}".rstrip()) from error
+    names = tuple(f"{d.flow_name}/{d.name}" for d in wanted)
+    return Deployed(str(api_url), work_pool, pool.type, names, tuple(retired))
+
+
+async def _require_pool(client: PrefectClient, name: str) -> WorkPool:
+    try:
+        return await _limited(client.read_work_pool(name))
+    except ObjectNotFound:
+        pools = sorted(pool.name for pool in await _limited(client.read_work_pools()))
+        raise ConfigError(
+            f"--pool: no work pool {name!r}; pools there: {pools or 'none'}. "
+            f"Make one with: prefect work-pool create {name} --type process"
+        ) from None
+
+
+async def _register(client: PrefectClient, deployment: RunnerDeployment) -> None:
+    """Create or update. Tags of other configs that share the model stay; one that was retired is back."""
+    before = await _existing(client, f"{deployment.flow_name}/{deployment.name}")
+    if before is not None:
+        others = [tag for tag in before.tags if tag.startswith(config_tag(""))]
+        deployment.tags = sorted({*(deployment.tags or []), *others})
+        if RETIRED in before.tags:
+            deployment.paused = False
+    await _limited(deployment.aapply())
+
+
+async def _existing(client: PrefectClient, name: str) -> DeploymentResponse | None:
+    try:
+        return await _limited(client.read_deployment_by_name(name))
+    except ObjectNotFound:
+        return None
+
+
+async def _retire(client: PrefectClient, config: RunConfig) -> list[str]:
+    """Models this config registered once and no longer names; only those that no other config names are
+    paused."""
+    ours, named = config_tag(config.name), {model.model_id for model in config.models}
+    found = await _limited(
+        client.read_deployments(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=[MODEL_FLOW])),
+            deployment_filter=DeploymentFilter(tags=DeploymentFilterTags(all_=[ours])),
+        )
+    )
+    retired = []
+    for deployment in found:
+        if deployment.name in named:
+            continue
+        tags = [tag for tag in deployment.tags if tag != ours]
+        shared = any(tag.startswith(config_tag("")) for tag in tags)
+        update = (
+            DeploymentUpdate(tags=tags) if shared else DeploymentUpdate(tags=[*tags, RETIRED], paused=True)
+        )
+        await _limited(client.update_deployment(deployment.id, update))
+        retired.append(f"{MODEL_FLOW}/{deployment.name}")
+    return sorted(retired)
+
+
+async def _limited(call: Awaitable[T]) -> T:
+    return await asyncio.wait_for(call, CALL_LIMIT_S)

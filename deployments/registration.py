@@ -1,0 +1,42 @@
+"""The deployments of one config, the same for a runner of our own (`repertory up`) and for a work pool
+(`repertory deploy`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect.deployments.runner import RunnerDeployment
+from prefect.types.entrypoint import EntrypointType
+
+from flows.model_runtime import model_runtime
+from flows.multi_model_training import multi_model_training
+from flows.rollout import rollout
+from model_runtime.config import RunConfig
+
+DEFAULT = "default"
+"""What runs a model or a rollout that has no deployment of its own, as when the UI's form names a new one."""
+
+
+def config_tag(name: str) -> str:
+    """Marks what a config of this name registered."""
+    return f"config:{name}"
+
+
+def deployments_of(config: RunConfig, *, version: str, **common: Any) -> list[RunnerDeployment]:
+    """All deployments of a config, the parent last: once it is there, so are those that it starts.
+
+    `common` goes to each: a work pool, its queue, job variables.
+    """
+    # By module: every flow process imports the installed package, whatever folder it runs in.
+    common |= {"version": version, "entrypoint_type": EntrypointType.MODULE_PATH}
+    ours = config_tag(config.name)
+    made: list[Any] = [  # to_deployment is typed as if it might be awaited
+        model_runtime.to_deployment(m.model_id, tags=[ours, f"model:{m.model_id}"], **common)
+        for m in config.models
+    ]
+    made.append(model_runtime.to_deployment(DEFAULT, **common))
+    made += [rollout.to_deployment(name, **common) for name in dict.fromkeys((config.name, DEFAULT))]
+    # The form of the UI starts from this config.
+    parameters = {"run_id": "", "config": config.model_dump(mode="json")}
+    made.append(multi_model_training.to_deployment(config.name, parameters=parameters, tags=[ours], **common))
+    return made

@@ -1,0 +1,201 @@
+"""Deployments on a Prefect server of the user's own, run by the workers of a pool."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from model_runtime.config import StoreConfig
+from model_runtime.layout import RunLayout
+from model_runtime.processes import free_port
+from model_runtime.store import open_store
+from model_runtime.summary import read_summary
+from tests.integration.test_prefect_lifecycle import short_config
+
+pytestmark = pytest.mark.integration
+
+POOL = "machines"
+START_LIMIT_S = 120
+ADMIN_KEY = "an-admin-key-of-this-test"
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A Prefect server as a user has it, with one work pool; the environment of what talks to it."""
+    folder = tmp_path_factory.mktemp("prefect")
+    port = free_port()
+    env = os.environ | {
+        "PREFECT_HOME": str(folder),
+        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_WORKER_QUERY_SECONDS": "1",
+        "DO_NOT_TRACK": "1",
+        "REPERTORY_HOME": str(folder / "home"),
+        "REPERTORY_ADMIN_KEY": ADMIN_KEY,
+        "COLUMNS": "200",
+    }
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    with _process(command, env, folder / "server.log"):
+        _until_healthy(f"http://127.0.0.1:{port}/api/health")
+        subprocess.run(
+            [sys.executable, "-m", "prefect", "work-pool", "create", POOL, "--type", "process"],
+            env=env,
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
+        yield env
+
+
+class _process:
+    """A process in a session of its own, ended with all that it started."""
+
+    def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
+        self._command, self._env, self._log = command, env, log
+
+    def __enter__(self) -> subprocess.Popen[bytes]:
+        with self._log.open("wb") as file:
+            self._running = subprocess.Popen(
+                self._command,
+                env=self._env,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        return self._running
+
+    def __exit__(self, *_: object) -> None:
+        self._running.terminate()
+        try:
+            self._running.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._running.pid, signal.SIGKILL)
+            self._running.wait(10)
+
+
+def _until_healthy(url: str) -> None:
+    until = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < until:
+        try:
+            if httpx.get(url, timeout=5, trust_env=False).status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.3)
+    raise AssertionError(f"{url} did not answer within {START_LIMIT_S} s")
+
+
+@pytest.fixture(scope="module")
+def repertory(environment: dict[str, str]) -> Command:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "deployments.cli", *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+def deployed(environment: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """All deployments by name, those of the flow `model-runtime` and the others."""
+    answer = httpx.post(
+        f"{environment['PREFECT_API_URL']}/deployments/filter", json={}, timeout=10, trust_env=False
+    )
+    answer.raise_for_status()
+    return {deployment["name"]: deployment for deployment in answer.json()}
+
+
+def write_config(folder: Path, name: str, **models: str) -> str:
+    raw = {
+        "name": name,
+        "multi_model": {"models": [{"model_id": m, "model_path": path} for m, path in models.items()]},
+        "agent_model_mapping": {f"{m}_agent": m for m in models},
+        "store": {"url": str(folder / "runs")},
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return str(path)
+
+
+def test_deploying_again_updates_and_retires_what_left(
+    environment: dict[str, str], repertory: Command, tmp_path: Path
+) -> None:
+    shop = write_config(tmp_path, "shop", alpha="/a", beta="/b", gamma="/c")
+    first = repertory("deploy", shop, "--pool", POOL, "--json")
+    assert first.returncode == 0, first.stderr
+    assert json.loads(first.stdout)["registered"][-1] == "multi-model-training/shop"
+    before = deployed(environment)
+    assert {"alpha", "beta", "gamma", "shop"} <= before.keys()
+    assert before["alpha"]["work_pool_name"] == POOL
+    assert set(before["alpha"]["tags"]) == {"config:shop", "model:alpha"}
+
+    assert repertory("deploy", write_config(tmp_path, "other", beta="/b"), "--pool", POOL).returncode == 0
+    smaller = write_config(tmp_path, "shop", alpha="/a")
+    again = repertory("deploy", smaller, "--pool", POOL)
+    assert again.returncode == 0, again.stderr
+    assert "retired model-runtime/gamma" in again.stdout
+    after = deployed(environment)
+    assert after["alpha"]["id"] == before["alpha"]["id"], "updated in place: its history stays"
+    assert after["gamma"]["paused"]
+    assert "retired" in after["gamma"]["tags"]
+    assert not after["beta"]["paused"], "another config trains it still"
+    assert set(after["beta"]["tags"]) == {"config:other", "model:beta"}
+
+    shop = write_config(tmp_path, "shop", alpha="/a", gamma="/c")
+    assert repertory("deploy", shop, "--pool", POOL).returncode == 0
+    back = deployed(environment)["gamma"]
+    assert not back["paused"]
+    assert set(back["tags"]) == {"config:shop", "model:gamma"}
+
+
+def test_a_pool_that_is_not_there_is_refused_with_the_command_that_makes_it(
+    repertory: Command, tmp_path: Path
+) -> None:
+    refused = repertory("deploy", write_config(tmp_path, "shop", alpha="/a"), "--pool", "gpus")
+    assert refused.returncode == 2
+    assert "no work pool 'gpus'" in refused.stderr
+    assert f"pools there: ['{POOL}']" in refused.stderr
+    assert "prefect work-pool create gpus --type process" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_worker_runs_the_parent_the_models_and_the_agents_to_the_end(
+    environment: dict[str, str], repertory: Command, tmp_path: Path
+) -> None:
+    config = short_config(tmp_path)
+    assert repertory("deploy", str(config), "--pool", POOL).returncode == 0
+    name = yaml.safe_load(config.read_text())["name"]
+    worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL]
+    with _process(worker, environment, tmp_path / "worker.log"):
+        ended = subprocess.run(
+            [
+                *(sys.executable, "-m", "prefect", "deployment", "run", f"multi-model-training/{name}"),
+                *("--param", "run_id=run-1", "--watch", "--watch-timeout", "600"),
+            ],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=700,
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr + (tmp_path / "worker.log").read_text()
+    summary = read_summary(open_store(StoreConfig(url=str(tmp_path / "runs"))), RunLayout("run-1"))
+    assert summary is not None
+    assert [m.latest_version for m in summary.models] == [12, 12]
+    assert all(m.balanced for m in summary.models)
