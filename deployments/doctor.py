@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -86,7 +87,13 @@ def _machine_checks() -> Iterator[_Planned]:
 
 def _config_checks(config: RunConfig) -> Iterator[_Planned]:
     yield "store", lambda: _store(config), ""
-    yield "gateway port", lambda: _gateway_port(config), "set gateway.port to a free one, or leave it out"
+    gateway = config.gateway
+    for setting, host, port in (
+        ("port", gateway.host, gateway.port),
+        ("admin_port", gateway.admin_host, gateway.admin_port),
+    ):
+        fix = f"set gateway.{setting} to a free one, or leave it out"
+        yield f"gateway {setting}", partial(_gateway_port, setting, host, port), fix
     yield "memory", lambda: _memory(config.models), "lower rollout.replicas, or use a larger machine"
     for model in config.models:
         yield f"{model.model_id}: files", lambda m=model: _model_files(m), ""
@@ -171,8 +178,7 @@ def _store(config: RunConfig) -> str:
     return f"{store.url} can be written and read, and creates only what is absent"
 
 
-def _gateway_port(config: RunConfig) -> str:
-    host, port = config.gateway.host, config.gateway.port
+def _gateway_port(setting: str, host: str, port: int | None) -> str:
     if port is None:
         return f"a free one on {host}"
     try:
@@ -180,8 +186,8 @@ def _gateway_port(config: RunConfig) -> str:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
-        fix = "set gateway.port to a free one, or leave it out"
-        raise _NotOk(f"gateway.port {port} on {host}: {error.strerror}", fix) from error
+        fix = f"set gateway.{setting} to a free one, or leave it out"
+        raise _NotOk(f"gateway.{setting} {port} on {host}: {error.strerror}", fix) from error
     return f"{port} on {host} is free"
 
 

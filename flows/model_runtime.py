@@ -38,7 +38,7 @@ async def model_runtime(
         run_id: The run this model belongs to.
         model_id: Which of the config's models this is.
         epoch: The life of the parent that started this.
-        gateway_url: Where the model's lease is kept.
+        gateway_url: The gateway's control API, where the model's lease is kept.
         config: The whole run's configuration.
         incarnation: Counts the starts of this model within the epoch.
     """

@@ -33,7 +33,7 @@ async def rollout(
     Args:
         run_id: The run the work belongs to.
         epoch: The life of the parent that started this.
-        gateway_url: Where groups and sessions are opened.
+        gateway_url: The gateway's control API, where groups and sessions are opened.
         config: The whole run's configuration.
         mode: train, or eval: the held-out tasks, each once and greedily, outside of training.
     """

@@ -6,15 +6,21 @@ import argparse
 import asyncio
 import logging
 import signal
+import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
-from gateway.app import Gateway, create_app
+from gateway.app import Gateway, create_agents_app, create_app
+from gateway.limits import bounded_protocol
 from model_runtime.config import RunConfig, StoreConfig
-from model_runtime.errors import RepertoryError, SupersededError
+from model_runtime.errors import ConfigError, RepertoryError, SupersededError
+from model_runtime.gateway_config import GatewayConfig
 from model_runtime.protocol import admin_key
 from model_runtime.store import open_store
 
@@ -26,21 +32,12 @@ REQUEST_GRACE_S = 4
 EXIT_SUPERSEDED = 4  # uvicorn exits with 3 when it can't start
 
 
-class GatewayServer(uvicorn.Server):
-    """Stops taking groups the moment it is told to exit, and exits when its epoch is superseded."""
+class Listener(uvicorn.Server):
+    """One of the process's listeners. Signals are for the process as a whole."""
 
-    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
-        super().__init__(config)
-        self._gateway = gateway
-
-    def handle_exit(self, sig: int, frame: object) -> None:
-        # Not super()'s: that raises the signal again at the end, and a clean stop would look like a crash.
-        self._gateway.stopping.set()
-        self.force_exit = self.should_exit and sig == signal.SIGINT
-        self.should_exit = True
-
-    async def on_tick(self, counter: int) -> bool:
-        return self._gateway.superseded is not None or await super().on_tick(counter)
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -54,6 +51,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--host", help="overrides gateway.host")
     parser.add_argument("--port", required=True, type=int)
+    parser.add_argument(
+        "--admin-port",
+        type=int,
+        help="overrides gateway.admin_port; without either, the control API is served at --port too, "
+        "which only loopback allows",
+    )
     return parser.parse_args(argv)
 
 
@@ -67,6 +70,7 @@ def read_config(path: Path, store_url: str | None) -> RunConfig:
 
 async def serve(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.config, arguments.store_url)
+    admin_port = arguments.admin_port or config.gateway.admin_port
     gateway = Gateway(
         config,
         run_id=arguments.run_id,
@@ -74,24 +78,95 @@ async def serve(arguments: argparse.Namespace) -> int:
         epoch=arguments.epoch,
         incarnation=arguments.incarnation,
         admin_key=admin_key(),
+        agents_url=None if admin_port is None else config.gateway.agents_url(arguments.port),
     )
     await gateway.check_epoch()
-    server = GatewayServer(
-        uvicorn.Config(
-            create_app(gateway),
-            host=arguments.host or config.gateway.host,
-            port=arguments.port,
-            access_log=False,
-            log_config=None,
-            timeout_graceful_shutdown=REQUEST_GRACE_S,
-            timeout_keep_alive=75,
-        ),
-        gateway,
-    )
-    await server.serve()
+    listeners = make_listeners(gateway, arguments.host or config.gateway.host, arguments.port, admin_port)
+    _stop_on_signals(gateway, [listener for listener, _ in listeners])
+    await gateway.start()
+    try:
+        await _serve_until_stopped(gateway, listeners)
+    finally:
+        await gateway.close()
     if gateway.superseded is not None:
         raise gateway.superseded
-    return 0 if server.started else 1
+    return 0 if all(listener.started for listener, _ in listeners) else 1
+
+
+def make_listeners(
+    gateway: Gateway, host: str, port: int, admin_port: int | None
+) -> list[tuple[Listener, socket.socket]]:
+    """The agents' listener and the control API's, or without `admin_port` one for both, on loopback alone.
+
+    Raises ConfigError for an address that can't be listened on and files that are no certificate and key."""
+    config = gateway.config.gateway
+    if admin_port is None:
+        if host not in ("127.0.0.1", "::1", "localhost"):
+            raise ConfigError(
+                f"gateway.host is {host!r}: agents of a network must not reach the control API; "
+                "give it a listener of its own with gateway.admin_port"
+            )
+        return [(_listener(create_app(gateway), config, with_tls=True), _bound("gateway.port", host, port))]
+    agents = _listener(create_agents_app(gateway), config, with_tls=True)
+    control = _listener(create_app(gateway), config, with_tls=False)
+    return [
+        (agents, _bound("gateway.port", host, port)),
+        (control, _bound("gateway.admin_port", config.admin_host, admin_port)),
+    ]
+
+
+def _listener(app: ASGIApp, config: GatewayConfig, *, with_tls: bool) -> Listener:
+    options = uvicorn.Config(
+        app,
+        http=bounded_protocol(config.max_header_bytes),
+        lifespan="off",  # the gateway starts before its listeners and closes after them
+        access_log=False,
+        log_config=None,
+        timeout_graceful_shutdown=REQUEST_GRACE_S,
+        timeout_keep_alive=75,
+        ssl_certfile=config.tls_certificate if with_tls else None,
+        ssl_keyfile=config.tls_key if with_tls else None,
+    )
+    try:
+        options.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"gateway.tls_certificate {config.tls_certificate!r} with gateway.tls_key {config.tls_key!r}: "
+            f"{error}"
+        ) from error
+    return Listener(options)
+
+
+def _bound(setting: str, host: str, port: int) -> socket.socket:
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"{setting}: {host}:{port} can't be listened on: {error}") from error
+    return bound
+
+
+def _stop_on_signals(gateway: Gateway, listeners: list[Listener]) -> None:
+    def stop(number: int) -> None:
+        for listener in listeners:
+            listener.force_exit = gateway.stopping.is_set() and number == signal.SIGINT
+        gateway.stopping.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+
+
+async def _serve_until_stopped(gateway: Gateway, listeners: list[tuple[Listener, socket.socket]]) -> None:
+    """Until a signal or a newer epoch ends this gateway; then requests under way get their grace."""
+    serving = [asyncio.create_task(listener.serve([bound])) for listener, bound in listeners]
+    stopped = asyncio.create_task(gateway.stopping.wait())
+    await asyncio.wait([*serving, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    for listener, _ in listeners:
+        listener.should_exit = True
+    await asyncio.gather(*serving)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from gateway.admission import GroupAdmission
 from gateway.bindings import GatewayBindingRegistry, ModelBinding
 from gateway.ingestor import TrajectoryIngestor
+from gateway.limits import BoundedRequests
 from gateway.metrics import GatewayMetrics
 from gateway.responses import error_response
 from gateway.route_table import AgentModelRouteTable
@@ -60,12 +61,22 @@ class Gateway:
     """One life of a run's gateway: parts, background loops, and the control operations over them."""
 
     def __init__(
-        self, config: RunConfig, *, run_id: str, store: Store, epoch: int, incarnation: int, admin_key: str
+        self,
+        config: RunConfig,
+        *,
+        run_id: str,
+        store: Store,
+        epoch: int,
+        incarnation: int,
+        admin_key: str,
+        agents_url: str | None = None,
     ) -> None:
+        """`agents_url` is where the base URLs of sessions begin. None: where they are opened."""
         self.config = config
         self.run_id = run_id
         self.epoch = epoch
         self.admin_key = admin_key
+        self.agents_url = agents_url
         self.started_at = time.time()
         self.desired: DesiredState = "run"
         self.stopping = asyncio.Event()
@@ -100,6 +111,7 @@ class Gateway:
             metrics=self.metrics,
             default_sampling={"temperature": config.workflow.temperature},
             default_timeout_s=config.workflow.execution_timeout_s,
+            max_sessions=config.gateway.max_sessions,
         )
         self.router = MultiModelGatewayRouter(
             config, routes=self.routes, bindings=self.bindings, metrics=self.metrics
@@ -254,7 +266,8 @@ def _masked(renewal: ModelRenewal) -> ModelRenewal:
 
 
 def create_app(gateway: Gateway) -> FastAPI:
-    """The HTTP application; starts and closes the gateway with itself."""
+    """The HTTP application of the control listener, which serves everything; it starts and closes the
+    gateway with itself."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -265,13 +278,30 @@ def create_app(gateway: Gateway) -> FastAPI:
             await gateway.close()
 
     app = FastAPI(title="Repertory gateway", lifespan=lifespan)
+    app.include_router(session_routes.control)
+    app.include_router(admin_routes.control)
+    return _finished(app, gateway, takes_admin_key=True)
+
+
+def create_agents_app(gateway: Gateway) -> FastAPI:
+    """The HTTP application of the agents' listener: only what a session's own key opens."""
+    return _finished(FastAPI(title="Repertory gateway, for agents"), gateway, takes_admin_key=False)
+
+
+def _finished(app: FastAPI, gateway: Gateway, *, takes_admin_key: bool) -> FastAPI:
     app.state.gateway = gateway
+    app.state.takes_admin_key = takes_admin_key
     for api in _APIS:
         api.add_routes(app)
     app.include_router(session_routes.router)
     app.include_router(admin_routes.router)
     for kind in (RepertoryError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
+    app.add_middleware(
+        BoundedRequests,
+        config=gateway.config.gateway,
+        on_refusal=lambda error: gateway.metrics.count_refusal(error.code),
+    )
     _document_hot_routes(app)
     return app
 

@@ -87,6 +87,7 @@ class GatewayMetrics:
         self._rolled_back = counter("rolled_back_tokens", "Sampled tokens of those turns", "model")
         self._ambiguous = counter("ambiguous_rewrites", "Rewritten answers of more than one chain", "model")
         self._no_room = counter("out_of_room", "Answers cut to nothing: the context was full", "model")
+        self._refused = counter("refused_requests", "Requests beyond a bound of the config", "bound")
         self._rows = counter("trajectories", "Trajectories by what became of them", "model", "outcome")
         self._settlements = counter("settlements", "Executions settled", "status")
         self._turn_seconds = histogram("turn_seconds", "From a model call's arrival to its answer")
@@ -132,6 +133,9 @@ class GatewayMetrics:
 
     def count_out_of_room(self, model_id: str) -> None:
         self._no_room.labels(model_id).inc()
+
+    def count_refusal(self, bound: str) -> None:
+        self._refused.labels(bound).inc()
 
     def count_settlement(self, status: str) -> None:
         self.settlements[status] += 1

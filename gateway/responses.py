@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from model_runtime.errors import GatewayError, StoreError, SupersededError
+from model_runtime.errors import GatewayError, RequestTooLargeError, StoreError, SupersededError
 
 STORE_RETRY_AFTER_S = 2.0
 
@@ -19,6 +19,7 @@ _TYPES = {
     404: "not_found_error",
     409: "conflict_error",
     410: "run_ended_error",
+    413: "request_too_large",
     429: "rate_limit_error",
 }
 
@@ -42,7 +43,7 @@ class Failure:
         headers = {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = f"{self.retry_after_s:g}"
-        if self.status_code < 500:
+        if self.status_code < 500 and self.retry_after_s is None:
             headers["x-should-retry"] = "false"  # the SDKs would repeat a 409
         return headers
 
@@ -63,7 +64,8 @@ def failure_of(error: Exception) -> Failure:
             path = ".".join(str(part) for part in first["loc"][1:])
             return Failure(422, "invalid_request", f"{path or 'body'}: {first['msg']}", path or None)
         case HTTPException():
-            return Failure(error.status_code, "http_error", str(error.detail))
+            code = RequestTooLargeError.code if error.status_code == 413 else "http_error"
+            return Failure(error.status_code, code, str(error.detail))
         case _:
             return Failure(500, "internal_error", "the gateway failed; its log says how")
 

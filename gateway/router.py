@@ -24,7 +24,7 @@ from gateway.sampler import Sampled, Sampler, Sampling
 from gateway.sampling import Settings, merge_settings
 from gateway.sessions import Session
 from model_runtime.config import RunConfig
-from model_runtime.errors import InvalidRequestError
+from model_runtime.errors import InvalidRequestError, LimitExceededError
 from model_runtime.types import Int32Array
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class MultiModelGatewayRouter:
     ) -> None:
         self._models = {model.model_id: model for model in config.models}
         self._timeout_s = config.gateway.request_timeout_s
+        self._max_chains = config.gateway.max_chains_per_session
         self._roll_back = config.gateway.roll_back_rewritten_turns
         self._defaults: Settings = {"temperature": config.workflow.temperature}
         self._routes = routes
@@ -199,9 +200,19 @@ class MultiModelGatewayRouter:
                     return
             owner.num_breaks += 1
             self._metrics.count_chain_break(binding.model_id)
+        self._require_room_for_a_chain(session)
         rendered = await codec.prompt(call.messages, call.tools)
         with _reserved(Chain()) as chain:
             yield _Prepared(owner, Match(chain, 0), key, rendered.ids, rendered.mark)
+
+    def _require_room_for_a_chain(self, session: Session) -> None:
+        num_chains = sum(len(owner.chains) for owner in session.agents.values())
+        if num_chains >= self._max_chains:
+            self._metrics.count_refusal("chains")
+            raise LimitExceededError(
+                f"session {session.session_id} holds {num_chains} conversations; "
+                f"gateway.max_chains_per_session is {self._max_chains}"
+            )
 
     def _note_rollback(self, model_id: str, match: Match) -> None:
         if match.num_turns < len(match.chain.turns):

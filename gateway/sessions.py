@@ -29,8 +29,10 @@ from model_runtime.errors import (
     ConflictError,
     InvalidRequestError,
     RepertoryError,
+    TooManyRequestsError,
     UnknownSessionError,
 )
+from model_runtime.gateway_config import GatewayConfig
 from model_runtime.protocol import FinalizeAnswer, RewardRequest, SessionRequest
 from model_runtime.types import DEFAULT_COMPONENT, MemberKey, SettlementStatus, Trajectory
 
@@ -133,6 +135,7 @@ class SessionRegistry:
         metrics: GatewayMetrics,
         default_sampling: Settings,
         default_timeout_s: float,
+        max_sessions: int = GatewayConfig().max_sessions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_id = run_id
@@ -142,6 +145,7 @@ class SessionRegistry:
         self._metrics = metrics
         self._default_sampling = default_sampling
         self._default_timeout_s = default_timeout_s
+        self._max_sessions = max_sessions
         self._clock = clock
         self._sessions: dict[str, Session] = {}
         self._settled: OrderedDict[str, _Settled] = OrderedDict()
@@ -158,7 +162,8 @@ class SessionRegistry:
     def open(self, request: SessionRequest) -> Session:
         """A new session; for the same execution again, while nothing was sampled, the one there is.
 
-        Raises ConflictError for a group that is not open and a member that is settled or under way."""
+        Raises ConflictError for a group that is not open and a member that is settled or under way,
+        TooManyRequestsError while as many are open as may be."""
         self._check_sampling(request)
         member = MemberKey(
             group_id=request.group_id,
@@ -307,6 +312,11 @@ class SessionRegistry:
             raise ConflictError(f"the time of group {group.group_id!r} is up")
 
     def _add(self, request: SessionRequest, member: MemberKey, *, train: Mapping[str, bool]) -> Session:
+        if len(self._sessions) >= self._max_sessions:
+            self._metrics.count_refusal("sessions")
+            raise TooManyRequestsError(
+                f"{len(self._sessions)} sessions are open; gateway.max_sessions is {self._max_sessions}"
+            )
         session = Session(
             session_id=f"s-{secrets.token_hex(12)}",
             api_key=f"rk-{secrets.token_urlsafe(24)}",

@@ -8,6 +8,7 @@ Files may be nested as in the RFC (`multi_model.models`, `agent_model_mapping` a
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections import Counter
 from typing import Annotated, Any, Literal, get_args
@@ -21,6 +22,7 @@ from pydantic import (
 
 from model_runtime.config_section import Section
 from model_runtime.errors import ConfigError
+from model_runtime.gateway_config import GatewayConfig
 from model_runtime.objective_config import ObjectiveConfig
 
 Slug = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]{0,62}$")]
@@ -146,7 +148,8 @@ class RolloutConfig(Section):
     """vLLM's parser that keeps reasoning apart from the answer ("qwen3", "deepseek_r1", …). None: whatever
     the model says is its answer."""
     host: str = "127.0.0.1"
-    """Address the servers listen on."""
+    """Address the servers listen on: loopback or one of the private network, because what loads and unloads
+    adapters is open to whoever reaches it."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Limit for one server to become ready."""
     max_restarts: int = Field(default=5, ge=0)
@@ -156,6 +159,24 @@ class RolloutConfig(Section):
     def num_replicas(self) -> int:
         """`replicas`, else n_gpus / tensor_parallel_size, else 1."""
         return self.replicas or max(1, self.n_gpus // self.tensor_parallel_size)
+
+    @field_validator("host")
+    @classmethod
+    def _not_public(cls, host: str) -> str:
+        if host == "localhost":
+            return host
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            raise ValueError(
+                "must be an address, not a name: 127.0.0.1 or one of the private network"
+            ) from None
+        if address.is_unspecified or not address.is_private:
+            raise ValueError(
+                "must be an address of loopback or of the private network: whoever reaches a rollout server "
+                "can load and unload its adapters"
+            )
+        return host
 
     @model_validator(mode="after")
     def _gpus_match(self) -> RolloutConfig:
@@ -273,36 +294,6 @@ class AgentRoute(Section):
     """Name the workflow gives the agent."""
     model_id: Slug
     """Model that serves it."""
-
-
-class GatewayConfig(Section):
-    """The one thing on the request path."""
-
-    mode: Literal["multi_model_router"] = "multi_model_router"
-    """The RFC's mode; the only one."""
-    host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback exposes the models to that network (keys are asked)."""
-    port: int | None = Field(default=None, ge=1, le=65535)
-    """Port to listen on. None: a free one, kept for the whole life of the run."""
-    request_timeout_s: float = Field(default=300.0, gt=0)
-    """Limit for one model call, the wait for its model included."""
-    roll_back_rewritten_turns: bool = True
-    """What becomes of a sampled turn that the agent sends back in other words. True: it is taken back, and
-    the chain goes on from the turn before it. False: it stays, and the conversation starts a new chain."""
-    commit_interval_s: float = Field(default=0.5, ge=0)
-    """Longest wait before finalized work is written."""
-    commit_max_rows: int = Field(default=256, ge=1)
-    """Rows that trigger a write at once."""
-    commit_max_bytes: int = Field(default=8 * 2**20, ge=1)
-    """Bytes that trigger a write at once."""
-    lease_s: float = Field(default=10.0, gt=0)
-    """A model not renewed for this long is not ready."""
-    renew_interval_s: float = Field(default=2.0, gt=0)
-    """Longest time between two renewals of a model's lease."""
-    max_surplus_ratio: float = Field(default=1.0, ge=0)
-    """How far groups may open with train=false for models that are full. 0: wait for them."""
-    max_restarts: int = Field(default=5, ge=0)
-    """Restarts of the gateway process before the run fails."""
 
 
 class WorkflowConfig(Section):

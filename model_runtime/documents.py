@@ -34,7 +34,7 @@ class RunDocument(Document):
     run_id: str
     config: dict[str, Any]
     epoch: int
-    gateway_url: str | None = None
+    gateway_url: str | None = None  # of its control API
     latest_snapshot: int | None = None
     state: Literal["running", "completed", "cancelled", "failed"] = "running"
     created_at: float

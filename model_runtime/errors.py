@@ -27,6 +27,10 @@ RepertoryError
     ├── UnknownSessionError (LookupError)     404
     ├── ConflictError                         409
     ├── RunEndedError                         410
+    ├── RequestTooLargeError                  413: the body is longer than the gateway takes
+    ├── HeadersTooLargeError                  431: the headers are
+    ├── LimitExceededError                    429: a bound that waiting does not lift
+    ├── TooManyRequestsError                  429 with Retry-After: a bound that is free again soon
     ├── BackendRejectedError                  the backend's own 4xx, passed through
     ├── BackendUnavailableError (ConnectionError)  502: the replica broke off or answered 5xx
     └── ModelNotReadyError (TimeoutError)     503 with Retry-After
@@ -170,6 +174,35 @@ class RunEndedError(GatewayError):
 
     status_code = 410
     code = "run_ended"
+
+
+class RequestTooLargeError(GatewayError):
+    """The body is longer than `gateway.max_request_bytes`."""
+
+    status_code = 413
+    code = "request_too_large"
+
+
+class HeadersTooLargeError(GatewayError):
+    """Request line and headers are longer than `gateway.max_header_bytes`."""
+
+    status_code = 431
+    code = "headers_too_large"
+
+
+class LimitExceededError(GatewayError):
+    """A bound of the config is reached, and waiting does not lift it."""
+
+    status_code = 429
+    code = "limit_exceeded"
+
+
+class TooManyRequestsError(GatewayError):
+    """A bound of the config is reached by what is under way; asking again later may succeed."""
+
+    status_code = 429
+    code = "too_many_requests"
+    retry_after_s = 1.0
 
 
 class BackendRejectedError(GatewayError):

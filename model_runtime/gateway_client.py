@@ -7,6 +7,7 @@ same Idempotency-Key, so that the gateway joins the two.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -25,11 +26,15 @@ from model_runtime.errors import (
     AuthenticationError,
     BackendRejectedError,
     BackendUnavailableError,
+    ConfigError,
     ConflictError,
     GatewayError,
     InvalidRequestError,
+    LimitExceededError,
     ModelNotReadyError,
+    RequestTooLargeError,
     RunEndedError,
+    TooManyRequestsError,
     UnknownAgentError,
     UnknownModelError,
     UnknownSessionError,
@@ -46,20 +51,30 @@ _BY_CODE: dict[str, type[GatewayError]] = {
         AuthenticationError,
         ConflictError,
         InvalidRequestError,
+        LimitExceededError,
         ModelNotReadyError,
+        RequestTooLargeError,
         RunEndedError,
+        TooManyRequestsError,
         UnknownAgentError,
         UnknownModelError,
         UnknownSessionError,
     )
 }
-_WORTH_REPEATING = (BackendUnavailableError, ModelNotReadyError)
+_WORTH_REPEATING = (BackendUnavailableError, ModelNotReadyError, TooManyRequestsError)
 
 
-def open_http(*, max_connections: int) -> aiohttp.ClientSession:
-    """A pool for one driver. Calls give their own total limits."""
+def open_http(*, max_connections: int, trusted_certificate: str | None = None) -> aiohttp.ClientSession:
+    """A pool for one driver. Calls give their own total limits. `trusted_certificate` is a PEM file that is
+    believed besides the system's. Raises ConfigError where it can't be read."""
+    tls = ssl.create_default_context()
+    if trusted_certificate is not None:
+        try:
+            tls.load_verify_locations(cafile=trusted_certificate)
+        except OSError as error:
+            raise ConfigError(f"gateway.tls_certificate {trusted_certificate!r}: {error}") from error
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=30.0),
+        connector=aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=30.0, ssl=tls),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
     )
 
@@ -100,19 +115,19 @@ class GatewayClient:
     async def call(
         self, url: str, body: Any, *, api_key: str, timeout_s: float, idempotency_key: str | None = None
     ) -> Any:
-        """A call with a session's own key; repeated only when the connection broke."""
+        """A call with a session's own key; repeated when the connection broke or the gateway was full."""
         data = msgspec.json.encode(body)
         headers = _headers(api_key)
         if idempotency_key is not None:
             headers["Idempotency-Key"] = idempotency_key
         try:
             return msgspec.json.decode(await self._post(url, data, headers, timeout_s))
-        except _ConnectionBroke:
+        except _ASK_AGAIN:
             return await self._call_again(url, data, headers, timeout_s)
 
     async def _call_again(self, url: str, data: bytes, headers: Mapping[str, str], timeout_s: float) -> Any:
         retrying = AsyncRetrying(
-            retry=retry_if_exception_type(_ConnectionBroke),
+            retry=retry_if_exception_type(_ASK_AGAIN),
             stop=stop_after_attempt(CALL_ATTEMPTS - 1),
             wait=wait_exponential_jitter(multiplier=0.1, max=2.0, jitter=0.2),
             reraise=True,
@@ -138,6 +153,9 @@ class GatewayClient:
 
 class _ConnectionBroke(BackendUnavailableError):
     """The gateway could not be reached, or went away before it answered."""
+
+
+_ASK_AGAIN = (_ConnectionBroke, TooManyRequestsError)
 
 
 def error_of(status: int, reply: bytes) -> GatewayError:
@@ -176,11 +194,17 @@ def is_infrastructure(error: BaseException) -> bool:
 
 
 def _is_openai_outage(error: BaseException) -> bool:
-    """5xx or a lost connection, as the SDKs of OpenAI and Anthropic report it; neither is imported here."""
+    """5xx, a full gateway or a lost connection, as the SDKs of OpenAI and Anthropic report it; neither is
+    imported here."""
     if type(error).__module__.split(".")[0] not in ("openai", "anthropic"):
         return False
     names = {kind.__name__ for kind in type(error).__mro__}
-    return "APIConnectionError" in names or getattr(error, "status_code", 0) >= 500
+    status = getattr(error, "status_code", 0)
+    return "APIConnectionError" in names or status >= 500 or (status == 429 and _is_to_come_back(error))
+
+
+def _is_to_come_back(error: BaseException) -> bool:
+    return "retry-after" in getattr(getattr(error, "response", None), "headers", {})
 
 
 def _headers(key: str) -> dict[str, str]:

@@ -182,7 +182,7 @@ class RolloutRuntime:
             log_path=_unused_log(self._logs, replica.replica_id),
             grace_s=_STOP_GRACE_S,
         )
-        await replica.connect(f"http://{_reachable(rollout.host)}:{port}")
+        await replica.connect(f"http://{_in_url(rollout.host)}:{port}")
         await self._until_ready(replica)
 
     async def _until_ready(self, replica: ReplicaServer) -> None:
@@ -342,8 +342,5 @@ def _unused_log(folder: Path, replica_id: str) -> Path:
     return folder / f"vllm-{replica_id}-{taken + 1:03d}.log"
 
 
-def _reachable(host: str) -> str:
-    """An address to reach a server that listens on `host`."""
-    if host in ("0.0.0.0", "::"):
-        return "127.0.0.1" if host == "0.0.0.0" else "[::1]"
+def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host

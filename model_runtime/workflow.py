@@ -92,6 +92,7 @@ class RolloutDriver:
         self._models = [m.model_id for m in config.trainable_models]
         self._seed = config.seed
         self._call_timeout_s = config.gateway.request_timeout_s + SESSION_SLACK_S
+        self._trusted_certificate = config.gateway.tls_certificate
         self._layout = RunLayout(run_id)
         self._gateway_url = gateway_url
         self._store = store
@@ -109,7 +110,10 @@ class RolloutDriver:
         self._groups_total = len(groups)
         failure: BaseException | None = None
         # Each execution holds one connection at a time; the rest is for the driver's own calls.
-        async with open_http(max_connections=self._config.max_concurrent_executions + 8) as http:
+        async with open_http(
+            max_connections=self._config.max_concurrent_executions + 8,
+            trusted_certificate=self._trusted_certificate,
+        ) as http:
             gateway = GatewayClient(
                 self._gateway_url, http, admin_key=admin_key(), patience_s=GATEWAY_PATIENCE_S
             )

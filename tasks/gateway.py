@@ -1,4 +1,4 @@
-"""The gateway as a managed task: one process, restarted when it dies, on one address for the whole run."""
+"""The gateway as a managed task: one process, restarted when it dies, at one address for the whole run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STABLE_S = 300.0
 
 class GatewayProcess:
     """Starts, watches and restarts the gateway of one epoch. Every life is a new incarnation, hence a new
-    writer of the logs; the port stays."""
+    writer of the logs; the ports stay."""
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class GatewayProcess:
         self.epoch = epoch
         self.incarnation = 0
         self.port = config.gateway.port or free_port(config.gateway.host)
+        self.admin_port = config.gateway.admin_port or free_port(config.gateway.admin_host)
         self.admin = GatewayAdmin(self.url)
         self._run_config = config
         self._logs = workspace.logs()
@@ -64,13 +65,14 @@ class GatewayProcess:
 
     @property
     def url(self) -> str:
-        host = "127.0.0.1" if self.config.host in ("0.0.0.0", "::") else self.config.host
-        return f"http://{host}:{self.port}"
+        """Of the control API. Agents hear theirs from the session they work in."""
+        return self.config.admin_url(self.admin_port)
 
     async def start(self) -> None:
         """Start a process and wait until it answers. Raises ProcessError with the end of its log."""
         if self.incarnation == 0:
-            _refuse_taken_port(self.config.host, self.port)
+            _refuse_taken_port("gateway.port", self.config.host, self.port)
+            _refuse_taken_port("gateway.admin_port", self.config.admin_host, self.admin_port)
             self._config_file.write_text(self._run_config.model_dump_json(indent=1))
         self.incarnation += 1
         self._child = await ChildProcess.start(
@@ -151,6 +153,7 @@ class GatewayProcess:
             *("--epoch", str(self.epoch)),
             *("--incarnation", str(self.incarnation)),
             *("--port", str(self.port)),
+            *("--admin-port", str(self.admin_port)),
             *("--config", str(self._config_file)),
         ]
 
@@ -160,14 +163,14 @@ class GatewayProcess:
         return f"the gateway {what} (exit code {code}, log {self._child.log_path}):\n{tail}"
 
 
-def _refuse_taken_port(host: str, port: int) -> None:
+def _refuse_taken_port(setting: str, host: str, port: int) -> None:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"gateway.port: {host}:{port} can't be listened on ({error.strerror}); "
+                f"{setting}: {host}:{port} can't be listened on ({error.strerror}); "
                 "give another port, or leave it out for a free one"
             ) from error
 

@@ -10,10 +10,11 @@ from gateway.routes.access import gateway_of, require_admin
 from model_runtime.errors import InvalidRequestError
 from model_runtime.protocol import DesiredRequest, GatewayStatus, ModelRenewal, RenewalAnswer
 
-router = APIRouter(tags=["admin"])
+control = APIRouter(tags=["control"])
+router = APIRouter(tags=["health"])
 
 
-@router.put("/admin/models/{model_id}", dependencies=[Depends(require_admin)])
+@control.put("/admin/models/{model_id}", dependencies=[Depends(require_admin)])
 async def renew_model(request: Request, model_id: str, body: ModelRenewal) -> RenewalAnswer:
     """Register a model's runtime or renew its lease."""
     if body.model_id != model_id:
@@ -21,13 +22,13 @@ async def renew_model(request: Request, model_id: str, body: ModelRenewal) -> Re
     return gateway_of(request).renew(body)
 
 
-@router.put("/admin/desired", dependencies=[Depends(require_admin)])
+@control.put("/admin/desired", dependencies=[Depends(require_admin)])
 async def set_desired(request: Request, body: DesiredRequest) -> DesiredRequest:
     """What the run is to do; `stop` is sticky. Answers the state in force."""
     return gateway_of(request).set_desired(body)
 
 
-@router.get("/admin/status", dependencies=[Depends(require_admin)])
+@control.get("/admin/status", dependencies=[Depends(require_admin)])
 async def status(request: Request) -> GatewayStatus:
     """Everything a dashboard shows, keys masked."""
     return gateway_of(request).status()
@@ -39,7 +40,7 @@ async def health(request: Request) -> dict[str, str]:
     return {"status": "ok", "run_id": gateway_of(request).run_id}
 
 
-@router.get("/metrics")
+@control.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     gateway = gateway_of(request)

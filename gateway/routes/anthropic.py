@@ -32,7 +32,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 async def messages(request: Request) -> Response:
     """POST /sessions/{session_id}[/agents/{agent_id}]/v1/messages."""
-    return await serve(request, _parse, _refusal)
+    return await serve(request, _parse, refusal)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -44,7 +44,7 @@ async def count_tokens(request: Request) -> Response:
         gateway.router.check(session, call)
         return json_response({"input_tokens": await gateway.router.count_tokens(session, call)})
     except Exception as error:  # the edge: every error has an answer in one table
-        return _refusal(error)
+        return refusal(error)
 
 
 def add_routes(app: FastAPI) -> None:
@@ -219,7 +219,7 @@ def _headers(request_id: str) -> dict[str, str]:
     return {"X-Request-ID": request_id, "request-id": request_id}
 
 
-def _refusal(error: Exception) -> Response:
+def refusal(error: Exception) -> Response:
     failure = failure_of(error)
     body = {"type": "error", "error": _error(failure), "request_id": None}
     return json_response(body, failure.status_code, failure.headers)

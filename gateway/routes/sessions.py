@@ -16,22 +16,27 @@ from model_runtime.protocol import (
     SessionRequest,
 )
 
+control = APIRouter(tags=["control"])
+"""Opens groups and sessions; asks for the admin key."""
 router = APIRouter(tags=["sessions"])
+"""What a session's own key opens."""
 
 
-@router.post("/groups", dependencies=[Depends(require_admin)])
+@control.post("/groups", dependencies=[Depends(require_admin)])
 async def open_group(request: Request, body: GroupRequest) -> GroupAnswer:
     """Ask for a group to be opened; waits up to `wait_s` for room, then answers `waiting`."""
     return await gateway_of(request).open_group(body)
 
 
-@router.post("/sessions", dependencies=[Depends(require_admin)])
+@control.post("/sessions", dependencies=[Depends(require_admin)])
 async def open_session(request: Request, body: SessionRequest) -> SessionAnswer:
     """Open a session for one execution."""
-    session = gateway_of(request).sessions.open(body)
+    gateway = gateway_of(request)
+    session = gateway.sessions.open(body)
+    agents_url = gateway.agents_url or str(request.base_url).rstrip("/")
     return SessionAnswer(
         session_id=session.session_id,
-        base_url=f"{str(request.base_url).rstrip('/')}/sessions/{session.session_id}",
+        base_url=f"{agents_url}/sessions/{session.session_id}",
         api_key=session.api_key,
         workflow_id=session.member.workflow_id,
     )

@@ -205,6 +205,35 @@ BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
     "disabled": ([(("multi_model", "enable"), False)], ["multi_model.enable", "got False", "must be true"]),
     "gateway mode": ([(("gateway", "mode"), "x")], ["gateway.mode", "got 'x'", "multi_model_router"]),
     "port": ([(("gateway", "port"), 70000)], ["gateway.port", "got 70000", "65535"]),
+    "one port twice": (
+        [(("gateway",), {"port": 8000, "admin_port": 8000})],
+        ["gateway", "port and admin_port are both 8000"],
+    ),
+    "public URL": (
+        [(("gateway", "public_url"), "gateway.example")],
+        ["gateway.public_url", "got 'gateway.example'", "http(s)://host[:port][/path]"],
+    ),
+    "a certificate without its key": (
+        [(("gateway", "tls_certificate"), "cert.pem")],
+        ["gateway", "tls_certificate and tls_key go together"],
+    ),
+    "bound on bodies": (
+        [(("gateway", "max_request_bytes"), 10)],
+        ["gateway.max_request_bytes", "got 10", "1024"],
+    ),
+    "log format": ([(("gateway", "log_format"), "xml")], ["gateway.log_format", "got 'xml'", "'json'"]),
+    "rollout servers for everybody": (
+        [((*FIRST, "rollout", "host"), "0.0.0.0")],
+        ["multi_model.models[0].rollout.host", "got '0.0.0.0'", "loopback or of the private network"],
+    ),
+    "rollout servers on a public address": (
+        [((*FIRST, "rollout", "host"), "8.8.8.8")],
+        ["multi_model.models[0].rollout.host", "got '8.8.8.8'", "load and unload its adapters"],
+    ),
+    "rollout servers on a name": (
+        [((*FIRST, "rollout", "host"), "gpu-7.example")],
+        ["multi_model.models[0].rollout.host", "got 'gpu-7.example'", "must be an address"],
+    ),
     "model kind": (
         [((*FIRST, "kind"), "external")],
         ["multi_model.models[0].kind", "got 'external'", "'trainable' or 'frozen'"],

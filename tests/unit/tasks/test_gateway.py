@@ -24,7 +24,7 @@ from tasks.gateway import GatewayProcess
 STAND_IN = """
 import argparse, http.server, json, os, pathlib, sys
 p = argparse.ArgumentParser()
-for name in ("--run-id", "--epoch", "--incarnation", "--port", "--config"):
+for name in ("--run-id", "--epoch", "--incarnation", "--port", "--admin-port", "--config"):
     p.add_argument(name)
 a = p.parse_args()
 folder = pathlib.Path(a.config).parent
@@ -38,7 +38,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
         (folder / f"wish-{a.incarnation}").write_text(body); self.answer()
     def log_message(self, *args): pass
-http.server.HTTPServer(("127.0.0.1", int(a.port)), Handler).serve_forever()
+http.server.HTTPServer(("127.0.0.1", int(a.admin_port)), Handler).serve_forever()
 """
 
 
