@@ -6,6 +6,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from model_runtime.checkpoints import Arrays
 from model_runtime.config import ModelConfig, TrainerConfig
 from model_runtime.errors import ConfigError, TrainerError
 from model_runtime.objective import BatchObjective, Frozen, needs_start
+from model_runtime.packing import Segment
 from model_runtime.policy import Policy
 
 _OPTIMIZER_FIELDS = ("step", "exp_avg", "exp_avg_sq")
@@ -41,6 +43,14 @@ def prepare_torch(trainer: TrainerConfig, *, model_id: str, gpu_ids: Sequence[in
     if trainer.gpu_memory_fraction is not None:
         torch.cuda.set_per_process_memory_fraction(trainer.gpu_memory_fraction)
     return torch.device("cuda", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A micro-batch on the device."""
+
+    tensors: Mapping[str, Tensor]
+    segments: tuple[Segment, ...] | None
 
 
 class Learner:
@@ -90,26 +100,23 @@ class Learner:
         applied. Raises TrainerError, with nothing applied, when loss or gradient is not finite.
         """
         rows = [row for row in rows if row.loss_mask.any()]
-        passes = [
-            micro_batch.tensors(self.policy.device)
-            for micro_batch in micro_batches(rows, micro_batch_tokens=self._model.trainer.micro_batch_tokens)
-        ]
+        passes = self._passes(rows)
         if not passes:
             return {}
         self._optimizer.zero_grad(set_to_none=True)
         batch = BatchObjective(
             self._model.objective,
             rows,
-            passes,
+            [one.tensors for one in passes],
             self._frozen_logprobs(passes, proximal, between_passes),
             scale_tokens=self._model.objective.aggregation_scale_tokens or self._model.max_response_tokens,
         )
         if not batch.num_kept_tokens:
             return batch.metrics()
-        for index, t in enumerate(passes):
+        for index, one in enumerate(passes):
             if not batch.is_rejected(index):
                 between_passes()
-                logprobs_T, entropy_T = self._logprobs(t)
+                logprobs_T, entropy_T = self._logprobs(one)
                 batch.add(index, logprobs_T, entropy_T).backward()
         return self._step(batch, step)
 
@@ -130,20 +137,21 @@ class Learner:
         figures = {"actor/pg_loss": loss, "actor/grad_norm": grad_norm, "actor/lr": learning_rate}
         return figures | batch.metrics()
 
-    def _logprobs(self, t: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return self.policy.logprobs(
-            t["input_ids_BL"],
-            t["row_T"],
-            t["position_T"],
-            t["target_T"],
-            t["temperature_T"],
-            entropy_gradient=self._model.objective.entropy_coef > 0,
-        )
+    def _passes(self, rows: Sequence[Row]) -> list[_Pass]:
+        budget, layout = self._model.trainer.micro_batch_tokens, self.policy.row_layout
+        return [
+            _Pass(micro_batch.tensors(self.policy.device), micro_batch.segments)
+            for micro_batch in micro_batches(rows, micro_batch_tokens=budget, layout=layout)
+        ]
+
+    def _logprobs(self, one: _Pass) -> tuple[Tensor, Tensor]:
+        entropy_gradient = self._model.objective.entropy_coef > 0
+        return self.policy.logprobs(one.tensors, one.segments, entropy_gradient=entropy_gradient)
 
     @torch.no_grad()
     def _frozen_logprobs(
         self,
-        passes: Sequence[Mapping[str, Tensor]],
+        passes: Sequence[_Pass],
         proximal: Tensors | None,
         between_passes: Callable[[], None],
     ) -> list[Frozen]:
@@ -152,9 +160,9 @@ class Learner:
 
         def forward() -> list[Tensor]:
             found = []
-            for t in passes:
+            for one in passes:
                 between_passes()
-                found.append(self._logprobs(t)[0])
+                found.append(self._logprobs(one)[0])
             return found
 
         start: Sequence[Tensor | None] = [None] * len(passes)

@@ -25,10 +25,12 @@ from model_runtime.adapters import (
     refuse_other_than_plain_lora,
     refuse_unserved_modules,
 )
+from model_runtime.batching import RowLayout
 from model_runtime.config import ModelConfig
 from model_runtime.documents import CanaryProbe
 from model_runtime.errors import ConfigError
-from model_runtime.losses import token_logprobs
+from model_runtime.forward import Forward
+from model_runtime.packing import Segment
 
 _CANARY_PROMPTS = 2
 _CANARY_PROMPT_TOKENS = 16
@@ -55,14 +57,14 @@ class Policy:
         modules = sorted(lora_model.targeted_module_names)
         _check_targets(model, modules)
         self._config = _adapter_config(config, modules)
-        self._model: Any = lora_model.model.to(self.device).eval()
+        causal_lm: Any = lora_model.model.to(self.device).eval()
+        self._forward = Forward(causal_lm, model.trainer, model_id=model.model_id)
+        self._vocab_size = causal_lm.get_input_embeddings().num_embeddings
         self._parameters = {
             name.replace(".default", ""): parameter
             for name, parameter in peft_model.named_parameters()
             if parameter.requires_grad
         }
-        self._selection: tuple[Tensor, Tensor] | None = None
-        self._model.get_output_embeddings().register_forward_pre_hook(self._keep_selected)
         self._start = start
         if start is not None:
             self.load(start)
@@ -74,29 +76,27 @@ class Policy:
 
     @property
     def vocab_size(self) -> int:
-        return self._model.get_input_embeddings().num_embeddings
+        return self._vocab_size
+
+    @property
+    def row_layout(self) -> RowLayout:
+        """How rows are laid out for this model; see micro_batches."""
+        return self._forward.row_layout
 
     def logprobs(
         self,
-        input_ids_BL: Tensor,
-        row_T: Tensor,
-        position_T: Tensor,
-        target_T: Tensor,
-        temperature_T: Tensor,
+        tensors: Mapping[str, Tensor],
+        segments: tuple[Segment, ...] | None,
         *,
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(logprob, entropy) of each target token, predicted at (row, position). See MicroBatch."""
-        logits_TV = self._logits(input_ids_BL, row_T, position_T)
-        return token_logprobs(logits_TV, target_T, temperature_T, entropy_gradient=entropy_gradient)
+        """(logprob, entropy) of each trained token of a micro-batch: its tensors and its segments."""
+        return self._forward.logprobs(tensors, segments, entropy_gradient=entropy_gradient)
 
-    @torch.no_grad()
     def next_token_logprobs(self, prompt_ids: Sequence[int]) -> np.ndarray:
         """Logprobs of every token after the prompt, at temperature 1."""
-        input_ids = torch.tensor([list(prompt_ids)], device=self.device)
-        position = torch.tensor([len(prompt_ids) - 1], device=self.device)
-        logits_TV = self._logits(input_ids, torch.zeros_like(position), position)
-        return torch.log_softmax(logits_TV.float(), dim=-1)[0].cpu().numpy()
+        logits_V = self._forward.next_logits(torch.tensor([list(prompt_ids)], device=self.device))
+        return torch.log_softmax(logits_V.float(), dim=-1).cpu().numpy()
 
     def tensors(self) -> dict[str, np.ndarray]:
         """A copy of the adapter in host memory."""
@@ -137,21 +137,6 @@ class Policy:
     def adapter_files(self) -> AdapterFiles:
         """The adapter as PEFT and vLLM read it."""
         return pack(self.tensors(), self._config)
-
-    def _logits(self, input_ids_BL: Tensor, row_T: Tensor, position_T: Tensor) -> Tensor:
-        # The output head sees the selected hidden states only: logits of prompts and padding would be most
-        # of the work and memory. A hook rather than a call of the head itself, so that whatever the
-        # architecture does to its logits (scaling, soft caps) is done here too.
-        self._selection = (row_T, position_T)
-        try:
-            return self._model(input_ids=input_ids_BL, use_cache=False).logits[0]
-        finally:
-            self._selection = None
-
-    def _keep_selected(self, _head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
-        if self._selection is None:
-            return None
-        return (args[0][self._selection][None],)
 
 
 def make_canary(

@@ -32,6 +32,10 @@ _TRAINER = (
     "segments",
     "adapters",
     "batching",
+    "forward",
+    "lora_linear",
+    "packed_attention",
+    "token_head",
 )
 TRAINER = {f"model_runtime.{m}" for m in _TRAINER}
 PLUGIN = {"model_runtime.vllm_plugin"}

@@ -51,9 +51,8 @@ def own_logprobs(policy, batch):
     found = []
     for row in batch:
         (micro_batch,) = micro_batches([row], micro_batch_tokens=4096)
-        t = micro_batch.tensors("cpu")
-        names = ("input_ids_BL", "row_T", "position_T", "target_T", "temperature_T")
-        found.append(policy.logprobs(*(t[name] for name in names))[0].detach().numpy())
+        logprobs, _ = policy.logprobs(micro_batch.tensors("cpu"), micro_batch.segments)
+        found.append(logprobs.detach().numpy())
     return found
 
 
