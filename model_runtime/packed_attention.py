@@ -75,10 +75,12 @@ def attend(
     query, key = query.to(value.dtype), key.to(value.dtype)
     if packed.flash:
         return _flash(query, key, value, packed, scale), None
-    return _attend_in_blocks(query, key, value, packed.segments, scale), None
+    blockwise: Any = _BlockAttention
+    return blockwise.apply(query, key, value, packed.segments, scale), None
 
 
-AttentionInterface.register(IMPLEMENTATION, attend)
+# Not compiled: loops over segments of a hundred lengths.
+AttentionInterface.register(IMPLEMENTATION, torch.compiler.disable(attend))
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout, scale: float) -> Tensor:
@@ -179,12 +181,3 @@ def _add(grad: Tensor, block: Segment, part: Tensor) -> None:
     for start, end in block.keys:
         grad[0, :, start:end] += part[:, offset : offset + end - start]
         offset += end - start
-
-
-def _apply(*arguments: Any) -> Tensor:
-    function: Any = _BlockAttention
-    return function.apply(*arguments)
-
-
-# Loops over segments of a hundred lengths are nothing to compile.
-_attend_in_blocks: Any = torch.compiler.disable(_apply)

@@ -273,6 +273,14 @@ BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
         [((*FIRST, "trainer", "learning_rate_schedule"), "linear")],
         ["multi_model.models[0]", "learning_rate_schedule 'linear'", "needs max_steps"],
     ),
+    "flash attention without what it needs": (
+        [((*FIRST, "trainer", "attention"), "flash"), ((*FIRST, "trainer", "packing"), "off")],
+        ["multi_model.models[0].trainer", "needs", "bfloat16 (dtype or autocast) and packed rows (packing)"],
+    ),
+    "GPU kernels without a GPU": (
+        [((*FIRST, "trainer", "kernels"), "liger"), ((*FIRST, "trainer", "n_gpus"), 0)],
+        ["multi_model.models[0].trainer", "kernels: liger needs a GPU", "n_gpus"],
+    ),
     "store scheme": ([(("store", "url"), "gs://b/x")], ["store.url", "got 'gs://b/x'", "s3://bucket/prefix"]),
     "store bucket": ([(("store", "url"), "s3:///x")], ["store.url", "got 's3:///x'", "names no bucket"]),
     "workflow function": (

@@ -64,7 +64,9 @@ def row(prompt, mask, rng, *, trained=None):
         behavior_logprobs=behavior,
     )
     loss_mask = np.asarray(mask if trained is None else trained, dtype=np.int8)
-    return SimpleNamespace(trajectory=trajectory, advantage=float(rng.normal()), loss_mask=loss_mask)
+    return SimpleNamespace(
+        trajectory=trajectory, advantage=float(rng.normal()), loss_mask=loss_mask, turn_advantages=None
+    )
 
 
 def batch_of(prompt_tokens, masks, seed):
@@ -181,6 +183,8 @@ def test_chunks_of_the_head_change_nothing(reference, learners, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")  # torch's tracer warns of what it does itself
 def test_compiled_layers_give_the_same(base, adapter, reference):
     learner = Learner(config(base, adapter, compile=True), seed=0)
     for seed in range(3):  # three shapes: the compiled code must not be one shape's
