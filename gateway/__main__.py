@@ -17,12 +17,14 @@ import uvloop
 from starlette.types import ASGIApp
 
 from gateway.app import Gateway, create_agents_app, create_app
+from gateway.journal import remove_older_journals
 from gateway.limits import bounded_protocol
 from model_runtime.config import RunConfig, StoreConfig
 from model_runtime.errors import ConfigError, RepertoryError, SupersededError
 from model_runtime.gateway_config import GatewayConfig
 from model_runtime.protocol import admin_key
 from model_runtime.store import open_store
+from model_runtime.workspace import Workspace
 
 logger = logging.getLogger("gateway")
 
@@ -71,6 +73,8 @@ def read_config(path: Path, store_url: str | None) -> RunConfig:
 async def serve(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.config, arguments.store_url)
     admin_port = arguments.admin_port or config.gateway.admin_port
+    journal = Workspace(arguments.run_id).session_journal(arguments.epoch)
+    remove_older_journals(journal, arguments.epoch)
     gateway = Gateway(
         config,
         run_id=arguments.run_id,
@@ -79,6 +83,7 @@ async def serve(arguments: argparse.Namespace) -> int:
         incarnation=arguments.incarnation,
         admin_key=admin_key(),
         agents_url=None if admin_port is None else config.gateway.agents_url(arguments.port),
+        journal=journal,
     )
     await gateway.check_epoch()
     listeners = make_listeners(gateway, arguments.host or config.gateway.host, arguments.port, admin_port)

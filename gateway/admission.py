@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from gateway.journal import Append, Forget, SessionJournal
+from gateway.journal_events import GATES, GatesMoved, GroupClosed, GroupOpened, MemberSettled, of_group
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.errors import ConflictError
 from model_runtime.protocol import GroupAnswer, GroupRequest, ModelRenewal, QueueReport
@@ -24,6 +26,9 @@ from model_runtime.types import FINAL_STATUSES
 
 # A waiting group nobody asked about for this long has lost its driver; it leaves the line.
 _FORGET_AFTER_S = 120.0
+
+# Settled groups whose names are remembered: new work must not take them.
+MAX_REMEMBERED_GROUPS = 20_000
 
 
 @dataclass(slots=True)
@@ -36,12 +41,20 @@ class OpenGroup:
     opened_at: float
     deadline_at: float
     settled: dict[int, str] = field(default_factory=dict)  # member_index → status
-    last_seq: int = -1  # newest shard that holds a settlement of it
+    positions: dict[str, int] = field(default_factory=dict)  # writer → its newest shard with a settlement
 
     @property
     def unsettled(self) -> list[int]:
         """Members without a final settlement, those never begun too."""
         return [i for i in range(self.group_size) if i not in self.settled]
+
+    def take(self, end: MemberSettled) -> bool:
+        """Note the end of an attempt. False: it was not the member's last."""
+        if end.status not in FINAL_STATUSES:
+            return False
+        self.settled.setdefault(end.member_index, end.status)
+        self.positions[end.writer] = max(self.positions.get(end.writer, -1), end.seq)
+        return True
 
 
 @dataclass(slots=True)
@@ -54,7 +67,8 @@ class _Gate:
     has_lease: bool = False
     has_started: bool = False  # was ready once, or failed before it was
     num_open: int = 0  # open groups that may train it
-    unread: dict[str, int] = field(default_factory=dict)  # settled group → seq its reader must pass
+    # settled group → writer → shard its reader must pass
+    unread: dict[str, dict[str, int]] = field(default_factory=dict)
     num_opened: int = 0  # groups opened with train=true
     num_surplus: int = 0  # groups opened with train=false because it was full
 
@@ -100,28 +114,40 @@ class _Gate:
         required = self.model.batch_size * self.model.async_training.require_batches
         return self.num_surplus < max_surplus_ratio * self.num_opened + required
 
-    def observe(self, renewal: ModelRenewal, writer: str) -> None:
+    def has_read(self, positions: Mapping[str, int]) -> bool:
+        """Has the trainer read all these shards?"""
+        read = self.queue.read_positions
+        return all(seq < read.get(writer, 0) for writer, seq in positions.items())
+
+    def observe(self, renewal: ModelRenewal) -> None:
         # A trainer that is loading has not read its log yet; what it knew before it died is still true.
         if renewal.trainer_state not in (None, "loading") or self.renewal is None:
             self.queue = renewal.queue
         self.renewal = renewal
         self.has_lease = True
         self.has_started = self.has_started or renewal.status != "starting"
-        read = self.queue.read_positions.get(writer, 0)
-        self.unread = {group: seq for group, seq in self.unread.items() if seq >= read}
+        self.unread = {g: positions for g, positions in self.unread.items() if not self.has_read(positions)}
 
 
 class AdmissionState:
     """The rules, without the waiting: every method returns at once."""
 
-    def __init__(self, config: RunConfig, *, writer: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        writer: str,
+        clock: Callable[[], float],
+        journal: SessionJournal | None = None,
+    ) -> None:
         self._writer = writer
         self._clock = clock
+        self._journal = journal or SessionJournal()
         self._max_surplus_ratio = config.gateway.max_surplus_ratio
         self._group_timeout_s = config.workflow.group_timeout_s
         self._gates = {m.model_id: _Gate(m) for m in config.trainable_models}
         self._line: dict[str, tuple[GroupRequest, float]] = {}  # waiting, oldest first; when last asked for
-        self._settled: set[str] = set()
+        self._settled: dict[str, None] = {}  # the first to settle first
         self.open_groups: dict[str, OpenGroup] = {}
         self._ended = False
 
@@ -129,7 +155,7 @@ class AdmissionState:
 
     def observe(self, renewal: ModelRenewal) -> None:
         if (gate := self._gates.get(renewal.model_id)) is not None:
-            gate.observe(renewal, self._writer)
+            gate.observe(renewal)
 
     def lease_lost(self, model_id: str) -> None:
         if (gate := self._gates.get(model_id)) is not None:
@@ -143,21 +169,55 @@ class AdmissionState:
         first, _ = self._line.get(request.group_id, (request, 0.0))
         self._line[request.group_id] = (first, self._clock())
 
-    def member_settled(self, group_id: str, member_index: int, *, status: str, seq: int) -> None:
+    def member_settled(
+        self,
+        group_id: str,
+        member_index: int,
+        *,
+        status: str,
+        seq: int,
+        attempt: int = 0,
+        writer: str | None = None,
+    ) -> None:
         group = self.open_groups.get(group_id)
-        if group is None or status not in FINAL_STATUSES:
+        if group is None:
             return
-        group.settled.setdefault(member_index, status)
-        group.last_seq = max(group.last_seq, seq)
-        if group.unsettled:
+        settled = MemberSettled(member_index, attempt, status, writer or self._writer, seq)
+        self._journal.write(Append(of_group(group_id), settled))
+        if not group.take(settled) or group.unsettled:
             return
         del self.open_groups[group_id]
-        self._settled.add(group_id)
+        unread: dict[str, dict[str, int]] = {}
         for model_id in (m for m, train in group.train.items() if train):
             gate = self._gates[model_id]
             gate.num_open -= 1
-            if group.last_seq >= gate.queue.read_positions.get(self._writer, 0):
-                gate.unread[group_id] = group.last_seq
+            if not gate.has_read(group.positions):
+                unread[model_id] = gate.unread[group_id] = group.positions
+        self._close(GroupClosed(group_id, unread))
+
+    def _close(self, closed: GroupClosed) -> None:
+        owner = of_group(closed.group_id)
+        self._journal.write(Forget(owner), Append(owner, closed))
+        self._settled[closed.group_id] = None
+        if len(self._settled) > MAX_REMEMBERED_GROUPS:
+            oldest = next(iter(self._settled))
+            del self._settled[oldest]
+            self._journal.write(Forget(of_group(oldest)))
+
+    def restore(
+        self, groups: Iterable[OpenGroup], closed: Iterable[GroupClosed], counts: GatesMoved | None
+    ) -> None:
+        """Take over what an earlier process of this epoch left."""
+        for group in groups:
+            self.open_groups[group.group_id] = group
+            for model_id in (m for m, train in group.train.items() if train):
+                self._gates[model_id].num_open += 1
+        for end in closed:
+            self._settled[end.group_id] = None
+            for model_id, positions in end.unread.items():
+                self._gates[model_id].unread[end.group_id] = positions
+        for model_id, (opened, surplus) in (counts.counts if counts else {}).items():
+            self._gates[model_id].num_opened, self._gates[model_id].num_surplus = opened, surplus
 
     # ------------------------------------------------------------------ what follows
 
@@ -237,7 +297,21 @@ class AdmissionState:
             settled=dict.fromkeys(_members(request.settled_members, request), "finalized"),
         )
         self.open_groups[group.group_id] = group
+        self._note_opening(group)
         return group
+
+    def _note_opening(self, group: OpenGroup) -> None:
+        wall_clock = time.time() - self._clock()
+        opened = GroupOpened(
+            group_id=group.group_id,
+            group_size=group.group_size,
+            train=group.train,
+            opened_at=group.opened_at + wall_clock,
+            deadline_at=group.deadline_at + wall_clock,
+            settled=dict(group.settled),
+        )
+        counts = GatesMoved({m: (g.num_opened, g.num_surplus) for m, g in self._gates.items()})
+        self._journal.write(Append(of_group(group.group_id), opened), Forget(GATES), Append(GATES, counts))
 
     def expired_groups(self) -> list[OpenGroup]:
         now = self._clock()
@@ -257,9 +331,14 @@ class GroupAdmission:
     """Opens groups for drivers that wait. All methods belong to one event loop."""
 
     def __init__(
-        self, config: RunConfig, *, writer: str, clock: Callable[[], float] = time.monotonic
+        self,
+        config: RunConfig,
+        *,
+        writer: str,
+        clock: Callable[[], float] = time.monotonic,
+        journal: SessionJournal | None = None,
     ) -> None:
-        self._state = AdmissionState(config, writer=writer, clock=clock)
+        self._state = AdmissionState(config, writer=writer, clock=clock, journal=journal)
         self._waiters: dict[str, list[asyncio.Future[None]]] = {}
 
     # ------------------------------------------------------------------ events
@@ -279,11 +358,28 @@ class GroupAdmission:
         self._state.end()
         self._pump()
 
-    def member_settled(self, group_id: str, member_index: int, *, status: str, seq: int) -> None:
-        """A member's settlement is durable at `seq`. A `retried` one settles nothing; a group that isn't
-        open is ignored."""
-        self._state.member_settled(group_id, member_index, status=status, seq=seq)
+    def member_settled(
+        self,
+        group_id: str,
+        member_index: int,
+        *,
+        status: str,
+        seq: int,
+        attempt: int = 0,
+        writer: str | None = None,
+    ) -> None:
+        """A member's settlement is durable at `seq` of `writer` (None: this process). A `retried` one settles
+        nothing; a group that isn't open is ignored."""
+        self._state.member_settled(
+            group_id, member_index, status=status, seq=seq, attempt=attempt, writer=writer
+        )
         self._pump()
+
+    def restore(
+        self, groups: Iterable[OpenGroup], closed: Iterable[GroupClosed], counts: GatesMoved | None
+    ) -> None:
+        """Take over what the journal holds."""
+        self._state.restore(groups, closed, counts)
 
     # ------------------------------------------------------------------ questions
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -19,8 +20,10 @@ from starlette.responses import Response
 from gateway.admission import GroupAdmission
 from gateway.bindings import GatewayBindingRegistry, ModelBinding
 from gateway.ingestor import TrajectoryIngestor
+from gateway.journal import SessionJournal
 from gateway.limits import BoundedRequests
 from gateway.metrics import GatewayMetrics
+from gateway.recovery import recover
 from gateway.responses import error_response
 from gateway.route_table import AgentModelRouteTable
 from gateway.router import MultiModelGatewayRouter
@@ -70,8 +73,11 @@ class Gateway:
         incarnation: int,
         admin_key: str,
         agents_url: str | None = None,
+        journal: Path | None = None,
     ) -> None:
-        """`agents_url` is where the base URLs of sessions begin. None: where they are opened."""
+        """`agents_url` is where the base URLs of sessions begin. None: where they are opened. `journal` is a
+        file of this machine, the same for every process of the epoch. None: open sessions end with this
+        process."""
         self.config = config
         self.run_id = run_id
         self.epoch = epoch
@@ -84,6 +90,7 @@ class Gateway:
         self._store = store
         self._layout = RunLayout(run_id)
         self._writer = writer_id(epoch, incarnation)
+        self._journal = SessionJournal(journal, run_id=run_id, epoch=epoch)
         self._background: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -98,10 +105,15 @@ class Gateway:
         self.bindings = GatewayBindingRegistry(
             models, store=self._store, lease_s=config.gateway.lease_s, http=self._http
         )
-        self.admission = GroupAdmission(config, writer=self._writer)
+        self.admission = GroupAdmission(config, writer=self._writer, journal=self._journal)
         trainable = [m.model_id for m in config.trainable_models]
         self.ingestor = TrajectoryIngestor(
-            self._store, self._layout, writer=self._writer, trainable_models=trainable, config=config.gateway
+            self._store,
+            self._layout,
+            writer=self._writer,
+            trainable_models=trainable,
+            config=config.gateway,
+            sessions=self._journal,
         )
         self.sessions = SessionRegistry(
             run_id=self.run_id,
@@ -112,11 +124,14 @@ class Gateway:
             default_sampling={"temperature": config.workflow.temperature},
             default_timeout_s=config.workflow.execution_timeout_s,
             max_sessions=config.gateway.max_sessions,
+            idle_s=config.gateway.session_idle_s,
+            journal=self._journal,
         )
         self.router = MultiModelGatewayRouter(
             config, routes=self.routes, bindings=self.bindings, metrics=self.metrics
         )
         await self.ingestor.start()
+        await recover(self._journal, admission=self.admission, sessions=self.sessions, store=self._store)
         await self._read_desired()
         self._background = [
             asyncio.create_task(self._sweep_forever(), name="gateway sweep"),
@@ -124,7 +139,7 @@ class Gateway:
         ]
 
     async def close(self) -> None:
-        """Flush what is finalized and let go of everything. Open sessions end with this process."""
+        """Flush what is finalized and let go of everything. Open sessions are the next process's."""
         self.stopping.set()
         for task in self._background:
             task.cancel()
@@ -136,6 +151,7 @@ class Gateway:
                 await self.ingestor.close()
         except (TimeoutError, StoreError) as error:
             logger.error("finalized work could not be flushed within %g s: %s", FLUSH_TIMEOUT_S, error)
+        await self._journal.close()
         await self.bindings.close()
         await self._http.close()
 
@@ -148,7 +164,9 @@ class Gateway:
         try:
             await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if opening.done():
-                return opening.result()
+                answer = opening.result()
+                await self._journal.durable()
+                return answer
             raise ModelNotReadyError("the gateway is stopping; ask again")
         finally:
             opening.cancel()

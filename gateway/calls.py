@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -37,7 +37,7 @@ class CallIdentity:
 
 @dataclass(slots=True, eq=False)
 class _Call(Generic[Reply]):
-    task: asyncio.Task[Reply]
+    task: asyncio.Future[Reply]
     body_digest: bytes
     waiters: int = 0
     finished_at: float = math.inf
@@ -46,11 +46,18 @@ class _Call(Generic[Reply]):
 class CallLedger(Generic[Reply]):
     """The calls of one session that run or just finished. Failures are not remembered."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        recorded: Callable[[], Awaitable[None]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`recorded` returns when what finished calls left in the record may be spoken of."""
+        self._recorded = recorded
         self._clock = clock
         self._calls: dict[str, _Call[Reply]] = {}
         self._finished_calls: deque[tuple[str, _Call[Reply]]] = deque()  # the first to finish first
-        self._running: set[asyncio.Task[Reply]] = set()
+        self._running: set[asyncio.Future[Reply]] = set()
         self.num_joined = 0
 
     @property
@@ -71,7 +78,19 @@ class CallLedger(Generic[Reply]):
             )
         else:
             self.num_joined += 1
-        return await self._wait(call)
+        reply = await self._wait(call)
+        # Not in the call's own task: a client that hangs up now must find this reply when it asks again.
+        if self._recorded is not None:
+            await self._recorded()
+        return reply
+
+    def restore(self, identity: CallIdentity, reply: Reply) -> None:
+        """Remember a call that an earlier process finished. Belongs to the running event loop."""
+        done: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        done.set_result(reply)
+        call = _Call(done, identity.body_digest)
+        self._calls[identity.key] = call
+        self._finished(identity.key, call, done)
 
     def forget_old(self) -> None:
         """Let go of calls that finished too long ago to be asked for again."""
@@ -90,10 +109,11 @@ class CallLedger(Generic[Reply]):
         await asyncio.gather(*running, return_exceptions=True)
 
     def _start(self, identity: CallIdentity, start: Callable[[], Coroutine[Any, Any, Reply]]) -> _Call[Reply]:
-        call = _Call(asyncio.create_task(start()), identity.body_digest)
+        task = asyncio.create_task(start())
+        call: _Call[Reply] = _Call(task, identity.body_digest)
         self._calls[identity.key] = call
-        self._running.add(call.task)
-        call.task.add_done_callback(lambda task: self._finished(identity.key, call, task))
+        self._running.add(task)
+        task.add_done_callback(lambda task: self._finished(identity.key, call, task))
         return call
 
     async def _wait(self, call: _Call[Reply]) -> Reply:
@@ -110,7 +130,7 @@ class CallLedger(Generic[Reply]):
             if not call.waiters and not call.task.done():
                 call.task.cancel()
 
-    def _finished(self, key: str, call: _Call[Reply], task: asyncio.Task[Reply]) -> None:
+    def _finished(self, key: str, call: _Call[Reply], task: asyncio.Future[Reply]) -> None:
         self._running.discard(task)
         call.finished_at = self._clock()
         if not (task.cancelled() or task.exception() is not None):

@@ -205,6 +205,11 @@ class AgentChains:
         """Append a turn after the first `num_turns` (None: after all). `key` is the request's conversation,
         `answer` and `tool_calls` what was given back for it: together they recognise the agent's next
         request."""
+        tip = key.with_answer(answer, tool_calls)
+        self.append(chain, turn, Point(key.digests[-1], tip, len(key) + 1, mark), num_turns=num_turns)
+
+    def append(self, chain: Chain, turn: SampledTurn, point: Point, *, num_turns: int | None = None) -> None:
+        """`commit`, where the chain's next point is known."""
         self._unlist(chain)
         if num_turns is not None:
             chain.cut(num_turns)
@@ -221,8 +226,7 @@ class AgentChains:
         chain.turns.append(_turn(turn, index=len(chain.turns), start=start, end=len(chain.response)))
         self._commits += 1
         chain.updated_at = self._commits
-        tip = key.with_answer(answer, tool_calls)
-        chain.points.append(Point(key.digests[-1], tip, len(key) + 1, mark))
+        chain.points.append(point)
         self._list(chain)
 
     def _list(self, chain: Chain) -> None:

@@ -18,6 +18,8 @@ from typing import Literal
 import msgspec
 from tenacity import AsyncRetrying, retry_if_exception, wait_exponential, wait_random
 
+from gateway.journal import Append, Forget, SessionJournal
+from gateway.journal_events import ExecutionWritten, of_execution
 from model_runtime.config import GatewayConfig
 from model_runtime.errors import CorruptObjectError, ObjectExistsError, StoreError, StoreUnavailableError
 from model_runtime.layout import RunLayout
@@ -87,12 +89,14 @@ class TrajectoryIngestor:
         writer: str,
         trainable_models: Sequence[str],
         config: GatewayConfig,
+        sessions: SessionJournal | None = None,
         ingest_timeout_s: float = 120.0,
         retry_after_s: float = 0.2,
     ) -> None:
         self._store = store
         self._layout = layout
-        self._writer = writer
+        self.writer = writer
+        self._sessions = sessions or SessionJournal()
         self._models = tuple(trainable_models)
         self._config = config
         self._ingest_timeout_s = ingest_timeout_s
@@ -106,6 +110,7 @@ class TrajectoryIngestor:
         self._next_commit = 0
         self._next_log_seq = 0
         self._next_eval_seq: Counter[str] = Counter()
+        self._unclaimed: dict[tuple[MemberKey, str], asyncio.Future[int]] = {}
 
     async def start(self) -> None:
         """Write what earlier lives left in the journal, then accept work. Raises StoreError, and
@@ -127,11 +132,13 @@ class TrajectoryIngestor:
             raise StoreUnavailableError(
                 f"execution {execution.member.workflow_id}: the ingestor is not running"
             )
-        done = self._join(execution).done
+        key = (execution.member, execution.mode)
+        done = self._unclaimed.pop(key, None) or self._join(execution).done
         try:
             async with asyncio.timeout(self._ingest_timeout_s):
                 return await asyncio.shield(done)
         except TimeoutError:
+            self._unclaimed[key] = done  # it may yet be written, and must not be written twice
             raise StoreUnavailableError(
                 f"execution {execution.member.workflow_id} is not durable after "
                 f"{self._ingest_timeout_s:.0f} s and still being retried: {self._last_error}"
@@ -212,7 +219,8 @@ class TrajectoryIngestor:
         shards, pending = await asyncio.to_thread(self._encode_all, pending)
         executions = [p.execution for p in pending]
         if shards:
-            entry_key = self._layout.journal_entry(self._writer, self._next_commit)
+            await self._note_writing(executions, min(shards))
+            entry_key = self._layout.journal_entry(self.writer, self._next_commit)
             await self._persistently(entry_key, msgspec.msgpack.encode(JournalEntry(shards)))
             async with asyncio.TaskGroup() as writes:
                 for key, data in shards.items():
@@ -248,15 +256,24 @@ class TrajectoryIngestor:
         training = [e for e in executions if e.mode == "train"]
         if training:
             for model_id in self._models:
-                key = self._layout.model(model_id).log_shard(self._writer, self._next_log_seq)
+                key = self._layout.model(model_id).log_shard(self.writer, self._next_log_seq)
                 shards[key] = encode_shard(_log_shard(model_id, training))
         evaluated: dict[str, list[Trajectory]] = defaultdict(list)
         for trajectory in (t for e in executions if e.mode == "eval" for t in e.trajectories):
             evaluated[trajectory.model_id].append(trajectory)
         for model_id, rows in evaluated.items():
-            key = self._layout.model(model_id).eval_shard(self._writer, self._next_eval_seq[model_id])
+            key = self._layout.model(model_id).eval_shard(self.writer, self._next_eval_seq[model_id])
             shards[key] = encode_shard(Shard(trajectories=tuple(rows)))
         return shards
+
+    async def _note_writing(self, executions: Sequence[FinishedExecution], shard_key: str) -> None:
+        """Tell the next process of this epoch where to look for these executions."""
+        seq = self._next_log_seq
+        for e in executions:
+            owner = of_execution(e.member, e.mode)
+            note = ExecutionWritten(e.member, e.mode, e.status, shard_key, self.writer, seq)
+            self._sessions.write(Forget(owner), Append(owner, note))
+        await self._sessions.durable()
 
     async def _persistently(self, key: str, data: bytes) -> None:
         """Create the object, whatever it takes. Raises ObjectExistsError: then another writes our name."""
@@ -301,10 +318,10 @@ class TrajectoryIngestor:
     def _find_next_numbers(self) -> None:
         """Where this writer goes on; 0 unless a process of the same name wrote before."""
         for model_id in self._models:
-            log = self._store.list(f"{self._layout.model(model_id).log_writers()}/{self._writer}")
+            log = self._store.list(f"{self._layout.model(model_id).log_writers()}/{self.writer}")
             self._next_log_seq = max(self._next_log_seq, len(log))
         for model_id in self._store.children(f"{self._layout.run_id}/models"):
-            evaluated = self._store.list(f"{self._layout.model(model_id).eval_writers()}/{self._writer}")
+            evaluated = self._store.list(f"{self._layout.model(model_id).eval_writers()}/{self.writer}")
             self._next_eval_seq[model_id] = len(evaluated)
 
 

@@ -6,7 +6,7 @@ below that stand alone. Times are wall clock: the next process has another monot
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -123,10 +123,13 @@ class OutcomeDecided(_Event, frozen=True, tag="outcome"):
 
 
 class ExecutionWritten(_Event, frozen=True, tag="writing"):
-    """An execution is about to be written: it is durable if, and only if, this object exists after the
-    store's own journal was written out. Without an object there is nothing to write."""
+    """An execution is about to be written: it is durable if, and only if, this object exists once the
+    store's own journal has been written out."""
 
-    shard_key: str | None
+    member: MemberKey
+    mode: Literal["train", "eval"]
+    status: SettlementStatus
+    shard_key: str
     writer: str
     seq: int
 

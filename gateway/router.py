@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gateway.bindings import GatewayBindingRegistry, ModelBinding
+from gateway.calls import CallIdentity
 from gateway.chains import AgentChains, Chain, Match, SampledTurn
 from gateway.codec import ChatCodec, RenderedPrompt, TextMark
 from gateway.conversation import ChatCall, ChatReply, ConversationKey, DeltaSink
@@ -22,7 +23,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.route_table import AgentModelRouteTable
 from gateway.sampler import Sampled, Sampler, Sampling
 from gateway.sampling import Settings, merge_settings
-from gateway.sessions import Session
+from gateway.session import Session
 from model_runtime.config import RunConfig
 from model_runtime.errors import InvalidRequestError, LimitExceededError
 from model_runtime.types import Int32Array
@@ -89,10 +90,12 @@ class MultiModelGatewayRouter:
         session: Session,
         call: ChatCall,
         *,
+        identity: CallIdentity | None = None,
         with_texts: bool = False,
         on_delta: DeltaSink | None = None,
     ) -> ChatReply:
-        """One generation, recorded in the session's chains. `on_delta` hears of it as it grows.
+        """One generation, recorded in the session's chains. `on_delta` hears of it as it grows; `identity` is
+        the call it answers.
 
         Raises ModelNotReadyError at the deadline, BackendRejectedError for the server's own 4xx, and
         leaves the record untouched then and when cancelled."""
@@ -137,6 +140,8 @@ class MultiModelGatewayRouter:
                 tool_calls=answer.tool_calls,
                 mark=prepared.mark,
             )
+            reply = _reply(session, call, model_id, turn, sampled, codec if with_texts else None)
+            session.note_turn(prepared.owner, prepared.match, turn, identity=identity, reply=reply)
         self._metrics.observe_turn(
             model_id,
             call.agent_id,
@@ -144,7 +149,7 @@ class MultiModelGatewayRouter:
             num_sampled_tokens=len(turn.token_ids),
             seconds=turn.ended_at - started_at,
         )
-        return _reply(session, call, model_id, turn, sampled, codec if with_texts else None)
+        return reply
 
     async def count_tokens(self, session: Session, call: ChatCall) -> int:
         """Tokens of these messages as the start of a conversation. Raises ModelNotReadyError,

@@ -18,7 +18,7 @@ from gateway.codec import ChatCodec
 from gateway.conversation import Answer, ChatCall, DeltaSink, ReplyDelta, Tool, ToolCall, arguments_object
 from gateway.interruption import Interruption, Pieces, interrupted_at_a_new_version
 from gateway.metrics import GatewayMetrics
-from gateway.sessions import Session
+from gateway.session import Session
 from model_runtime.errors import BackendRejectedError, BackendUnavailableError, ModelNotReadyError
 from model_runtime.layout import served_name
 from model_runtime.llm_client import Generation, GenerationChunk, ParsedDelta, join_chunks

@@ -13,17 +13,28 @@ import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from gateway.admission import GroupAdmission, OpenGroup
 from gateway.calls import CallLedger
-from gateway.chains import AgentChains, ExecutionRecord, materialise
+from gateway.chains import ExecutionRecord, materialise
 from gateway.ingestor import FinishedExecution, TrajectoryIngestor
+from gateway.journal import Append, Forget, SessionJournal
+from gateway.journal_events import (
+    ExecutionWritten,
+    OutcomeDecided,
+    RewardGiven,
+    SessionOpened,
+    SessionSettled,
+    of_execution,
+    of_session,
+)
 from gateway.metrics import GatewayMetrics
 from gateway.route_table import AgentModelRouteTable
 from gateway.sampling import Settings, check_settings, merge_settings
+from gateway.session import Session
 from model_runtime.errors import (
     AuthenticationError,
     ConflictError,
@@ -40,72 +51,6 @@ logger = logging.getLogger(__name__)
 
 # Settled sessions whose answer is remembered, for clients that ask again.
 MAX_REMEMBERED = 20_000
-
-
-@dataclass(slots=True)
-class RewardBook:
-    """Rewards of one execution by level and component. What never came is not there: it is not 0."""
-
-    workflow: dict[str, float | None] = field(default_factory=dict)
-    agents: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    turns: dict[str, dict[str, float | None]] = field(default_factory=dict)  # by request_id
-
-    def put(self, level: dict[str, float | None], component: str, value: float | None) -> None:
-        """Set or, with None, withdraw."""
-        if value is None:
-            level.pop(component, None)
-        else:
-            level[component] = value
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Session:
-    """One execution while it is open."""
-
-    session_id: str
-    api_key: str
-    member: MemberKey
-    mode: str
-    train: Mapping[str, bool]
-    sampling: Settings
-    forced_sampling: Settings
-    deadline: float
-    agents: dict[str, AgentChains] = field(default_factory=dict)
-    rewards: RewardBook = field(default_factory=RewardBook)
-    calls: CallLedger = field(default_factory=CallLedger)
-    affinity: dict[str, str] = field(default_factory=dict)
-    infra_reason: str = ""  # why an agent of it was answered with a 5xx
-    outcome: tuple[SettlementStatus, str] | None = None  # how it ends, once decided
-    settlement: asyncio.Task[FinalizeAnswer] | None = None
-
-    @property
-    def is_training(self) -> bool:
-        return self.mode == "train"
-
-    def require_active(self) -> None:
-        """Raises ConflictError once the session's end is decided."""
-        if self.outcome is not None:
-            raise ConflictError(f"session {self.session_id} is {self.outcome[0]}; it takes no more calls")
-
-    def chains_of(self, agent_id: str, model_id: str) -> AgentChains:
-        return self.agents.setdefault(agent_id, AgentChains(agent_id, model_id))
-
-    def mark_infra(self, reason: str) -> None:
-        """An agent was answered with a 5xx: whatever the workflow makes of it isn't the policy's doing."""
-        self.infra_reason = self.infra_reason or reason
-
-    def knows_request(self, request_id: str) -> bool:
-        return any(
-            turn.request_id == request_id
-            for owner in self.agents.values()
-            for chain in owner.chains
-            for turn in chain.turns
-        )
-
-    def oldest_version(self, model_id: str) -> int | None:
-        """Oldest version of this model that sampled a token here."""
-        spans = [o.version_range() for o in self.agents.values() if o.model_id == model_id]
-        return min((span[0] for span in spans if span is not None), default=None)
 
 
 @dataclass(slots=True)
@@ -136,6 +81,8 @@ class SessionRegistry:
         default_sampling: Settings,
         default_timeout_s: float,
         max_sessions: int = GatewayConfig().max_sessions,
+        idle_s: float | None = None,
+        journal: SessionJournal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_id = run_id
@@ -146,6 +93,8 @@ class SessionRegistry:
         self._default_sampling = default_sampling
         self._default_timeout_s = default_timeout_s
         self._max_sessions = max_sessions
+        self._idle_s = idle_s
+        self._journal = journal or SessionJournal()
         self._clock = clock
         self._sessions: dict[str, Session] = {}
         self._settled: OrderedDict[str, _Settled] = OrderedDict()
@@ -192,6 +141,7 @@ class SessionRegistry:
         if session is None:
             raise UnknownSessionError(f"no session {session_id!r} in this gateway")
         _check_key(session.api_key, api_key, trusted)
+        session.active_at = self._clock()
         return session
 
     # -------------------------------------------------------------- rewards and ends
@@ -199,22 +149,17 @@ class SessionRegistry:
     def reward(self, session: Session, request: RewardRequest) -> None:
         """Set or withdraw one reward. Raises UnknownAgentError, InvalidRequestError, ConflictError."""
         session.require_active()
-        book = session.rewards
         if request.agent_id is not None:
             self._routes.model_of(request.agent_id)
-        if request.request_id is not None:
-            request_id = _bare_request_id(request.request_id)
-            if not session.knows_request(request_id):
-                raise InvalidRequestError(
-                    f"session {session.session_id} has no recorded call {request.request_id!r}",
-                    param="request_id",
-                )
-            level = book.turns.setdefault(request_id, {})
-        elif request.agent_id is not None:
-            level = book.agents.setdefault(request.agent_id, {})
-        else:
-            level = book.workflow
-        book.put(level, request.component, request.reward)
+        request_id = None if request.request_id is None else _bare_request_id(request.request_id)
+        if request_id is not None and not session.knows_request(request_id):
+            raise InvalidRequestError(
+                f"session {session.session_id} has no recorded call {request.request_id!r}",
+                param="request_id",
+            )
+        session.give_reward(
+            RewardGiven(request.component, request.reward, agent_id=request.agent_id, request_id=request_id)
+        )
 
     async def finalize(
         self, session_id: str, api_key: str, *, reward: float | None = None, trusted: bool = False
@@ -225,7 +170,7 @@ class SessionRegistry:
             return answer
         session = self.find(session_id, api_key, trusted=trusted)
         if reward is not None and session.outcome is None:
-            session.rewards.put(session.rewards.workflow, DEFAULT_COMPONENT, reward)
+            session.give_reward(RewardGiven(DEFAULT_COMPONENT, reward))
         return await self.settle(session, "finalized")
 
     async def abort(
@@ -243,19 +188,24 @@ class SessionRegistry:
             if status == "finalized" and session.infra_reason:
                 status, reason = "infra", session.infra_reason
             session.outcome = (status, reason)
-        if session.settlement is None or _failed(session.settlement):
+            session.note(OutcomeDecided(status, reason))
+        if session.settlement is None or _has_failed(session.settlement):
             session.settlement = asyncio.create_task(self._settle(session, *session.outcome))
         return await asyncio.shield(session.settlement)
 
     # -------------------------------------------------------------- deadlines
 
     async def sweep(self) -> None:
-        """Settle sessions and groups whose time is up. Called every half second or so."""
+        """Settle sessions and groups whose time is up, and those whose settlement failed. Called every half
+        second or so."""
         now = self._clock()
         for session in self:
             session.calls.forget_old()
-        overdue = [s for s in self._sessions.values() if now >= s.deadline]
+        overdue = [s for s in self if now >= s.deadline or _has_failed(s.settlement)]
         ends = [self.settle(s, "expired", "the execution's time was up") for s in overdue]
+        for session in self._idle_sessions(now):
+            reason = f"nothing was asked of it for gateway.session_idle_s = {self._idle_s:g} s"
+            ends.append(self.settle(session, "expired", reason))
         for group in self._admission.expired_groups():
             ends += self._ends_of_group(group)
         for error in await asyncio.gather(*ends, return_exceptions=True):
@@ -269,7 +219,49 @@ class SessionRegistry:
         versions = [s.oldest_version(model_id) for s in self if s.train.get(model_id)]
         return min((v for v in versions if v is not None), default=None)
 
+    # -------------------------------------------------------------- an earlier process's
+
+    def restore(
+        self, sessions: Iterable[Session], settled: Iterable[SessionSettled], members: Iterable[MemberKey]
+    ) -> None:
+        """Take over what the journal holds: open sessions, answers of settled ones, and members of open
+        groups whose attempts are over."""
+        for key in members:
+            self._member(key).next_attempt = key.attempt + 1
+        for session in sessions:
+            self._sessions[session.session_id] = session
+            if session.is_training:
+                self._member(session.member).session_id = session.session_id
+        for end in settled:
+            self._settled[end.session_id] = _Settled(end.api_key, _answer_of(end))
+
+    def finish(self, written: Iterable[ExecutionWritten]) -> None:
+        """Settle what is in the logs already, and go on settling what had been decided. What fails is tried
+        again by the sweep."""
+        found = {(s.member, s.mode): s for s in self}
+        for note in written:
+            session = found.get((note.member, note.mode))
+            if session is not None and session.outcome is not None:
+                execution, num_refused = self._execution(session, *session.outcome)
+                self._note_durable(execution, note.writer, note.seq)
+                self._end(session, execution, num_refused)
+            elif session is None:  # its member never opened one
+                execution = _without_rows(note.member, note.status, {})
+                self._note_durable(execution, note.writer, note.seq)
+                self._journal.write(Forget(of_execution(note.member, note.mode)))
+        for session in self:
+            if session.outcome is not None:
+                session.settlement = asyncio.create_task(self._settle(session, *session.outcome))
+
     # -------------------------------------------------------------- inside
+
+    def _idle_sessions(self, now: float) -> list[Session]:
+        if self._idle_s is None:
+            return []
+        return [s for s in self if not s.calls.num_running and now - s.active_at >= self._idle_s]
+
+    def _member(self, key: MemberKey) -> _Member:
+        return self._groups.setdefault(key.group_id, {}).setdefault(key.member_index, _Member())
 
     def _check_sampling(self, request: SessionRequest) -> None:
         for settings in (request.sampling, request.forced_sampling):
@@ -285,7 +277,7 @@ class SessionRegistry:
     def _open_member(self, request: SessionRequest, key: MemberKey) -> Session:
         group = self._admission.require_open(key.group_id)
         self._check_group(group, key)
-        member = self._groups.setdefault(key.group_id, {}).setdefault(key.member_index, _Member())
+        member = self._member(key)
         who = f"member {key.member_index} of group {key.group_id!r}"
         running = self._sessions.get(member.session_id or "")
         if running is not None:
@@ -326,8 +318,23 @@ class SessionRegistry:
             sampling=request.sampling,
             forced_sampling=request.forced_sampling,
             deadline=self._clock() + (request.timeout_s or self._default_timeout_s),
+            journal=self._journal,
+            active_at=self._clock(),
+            calls=CallLedger(recorded=self._journal.durable),
         )
         self._sessions[session.session_id] = session
+        session.note(
+            SessionOpened(
+                session_id=session.session_id,
+                api_key=session.api_key,
+                member=member,
+                mode=session.mode,
+                train=dict(train),
+                sampling=session.sampling,
+                forced_sampling=session.forced_sampling,
+                deadline_at=time.time() + session.deadline - self._clock(),
+            )
+        )
         return session
 
     def _settled_answer(self, session_id: str, api_key: str, trusted: bool) -> FinalizeAnswer | None:
@@ -339,6 +346,14 @@ class SessionRegistry:
 
     async def _settle(self, session: Session, status: SettlementStatus, reason: str) -> FinalizeAnswer:
         await session.calls.stop_all()
+        execution, num_refused = self._execution(session, status, reason)
+        await self._record(execution)
+        return self._end(session, execution, num_refused)
+
+    def _execution(
+        self, session: Session, status: SettlementStatus, reason: str
+    ) -> tuple[FinishedExecution, int]:
+        """What is recorded of a session, and how many of its trajectories are refused."""
         trajectories, num_refused = self._trajectories(session, status)
         execution = FinishedExecution(
             member=session.member,
@@ -348,27 +363,51 @@ class SessionRegistry:
             trajectories=tuple(trajectories),
             mode="train" if session.is_training else "eval",
         )
-        await self._record(execution)
-        num_rows = Counter(row.model_id for row in trajectories)
-        answer = FinalizeAnswer(
-            session_id=session.session_id, status=status, num_rows=dict(num_rows), num_refused=num_refused
+        return execution, num_refused
+
+    def _end(self, session: Session, execution: FinishedExecution, num_refused: int) -> FinalizeAnswer:
+        """It is durable: all that stays of the session is its answer."""
+        end = SessionSettled(
+            session_id=session.session_id,
+            api_key=session.api_key,
+            status=execution.status,
+            num_rows=dict(Counter(row.model_id for row in execution.trajectories)),
+            num_refused=num_refused,
         )
         del self._sessions[session.session_id]
-        self._remember(session, answer)
+        owner = of_session(session.session_id)
+        self._journal.write(
+            Forget(owner), Append(owner, end), Forget(of_execution(execution.member, execution.mode))
+        )
+        answer = _answer_of(end)
+        self._settled[session.session_id] = _Settled(session.api_key, answer)
+        while len(self._settled) > MAX_REMEMBERED:
+            oldest, _ = self._settled.popitem(last=False)
+            self._journal.write(Forget(of_session(oldest)))
         return answer
 
     async def _record(self, execution: FinishedExecution) -> None:
         """Make an execution's end durable, then known to admission and the counters."""
         seq = await self._ingestor.ingest(execution)
+        self._note_durable(execution, self._ingestor.writer, seq)
+
+    def _note_durable(self, execution: FinishedExecution, writer: str, seq: int) -> None:
         if execution.mode == "eval":
             return
         key = execution.member
         self._metrics.count_settlement(execution.status)
         self._metrics.count_recorded(execution.trajectories)
-        member = self._groups.setdefault(key.group_id, {}).setdefault(key.member_index, _Member())
+        member = self._member(key)
         member.next_attempt = key.attempt + 1
         member.session_id = None
-        self._admission.member_settled(key.group_id, key.member_index, status=execution.status, seq=seq)
+        self._admission.member_settled(
+            key.group_id,
+            key.member_index,
+            attempt=key.attempt,
+            status=execution.status,
+            writer=writer,
+            seq=seq,
+        )
         if not self._is_open(key.group_id):
             del self._groups[key.group_id]
 
@@ -409,33 +448,41 @@ class SessionRegistry:
             if session is not None:
                 ends.append(self.settle(session, "expired", "the group's time was up"))
             else:
-                ends.append(self._record(_never_opened(group, index, attempt=member.next_attempt)))
+                key = MemberKey(
+                    group_id=group.group_id,
+                    group_size=group.group_size,
+                    member_index=index,
+                    attempt=member.next_attempt,
+                )
+                ends.append(self._settle_unopened(_without_rows(key, "expired", group.train)))
         return ends
 
-    def _remember(self, session: Session, answer: FinalizeAnswer) -> None:
-        self._settled[session.session_id] = _Settled(session.api_key, answer)
-        while len(self._settled) > MAX_REMEMBERED:
-            self._settled.popitem(last=False)
+    async def _settle_unopened(self, execution: FinishedExecution) -> None:
+        await self._record(execution)
+        self._journal.write(Forget(of_execution(execution.member, execution.mode)))
 
 
-def _never_opened(group: OpenGroup, member_index: int, *, attempt: int) -> FinishedExecution:
+def _answer_of(end: SessionSettled) -> FinalizeAnswer:
+    return FinalizeAnswer(
+        session_id=end.session_id, status=end.status, num_rows=end.num_rows, num_refused=end.num_refused
+    )
+
+
+def _without_rows(
+    member: MemberKey, status: SettlementStatus, train: Mapping[str, bool]
+) -> FinishedExecution:
     return FinishedExecution(
-        member=MemberKey(
-            group_id=group.group_id,
-            group_size=group.group_size,
-            member_index=member_index,
-            attempt=attempt,
-        ),
-        status="expired",
+        member=member,
+        status=status,
         reason="the group's time was up before this member began",
-        train=group.train,
+        train=train,
         trajectories=(),
         mode="train",
     )
 
 
-def _failed(task: asyncio.Task[FinalizeAnswer]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
+def _has_failed(task: asyncio.Task[FinalizeAnswer] | None) -> bool:
+    return task is not None and task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _check_key(expected: str, given: str, trusted: bool) -> None:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -196,12 +198,21 @@ class LiveSession:
 
 
 @contextmanager
-def live_gateway(store: Store, *, config: RunConfig | None = None) -> Iterator[GatewayHarness]:
+def live_gateway(
+    store: Store, *, config: RunConfig | None = None, journal: Path | None = None, incarnation: int = 1
+) -> Iterator[GatewayHarness]:
     """A gateway of epoch 1 with one fake rollout server; nothing is registered yet."""
     with ExitStack() as stack:
         server = stack.enter_context(FakeRolloutServer().running())
+        folder = Path(stack.enter_context(TemporaryDirectory()))
         gateway = Gateway(
-            config or make_config(), run_id=RUN_ID, store=store, epoch=1, incarnation=1, admin_key=ADMIN_KEY
+            config or make_config(),
+            run_id=RUN_ID,
+            store=store,
+            epoch=1,
+            incarnation=incarnation,
+            admin_key=ADMIN_KEY,
+            journal=journal or folder / "1.sqlite",
         )
         live = LiveServer(create_app(gateway))
         url = stack.enter_context(live.running())

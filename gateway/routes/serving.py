@@ -21,7 +21,7 @@ from gateway.calls import CallIdentity
 from gateway.conversation import ChatCall, ChatReply, ReplyDelta
 from gateway.responses import status_of
 from gateway.routes.access import gateway_of, session_key
-from gateway.sessions import Session
+from gateway.session import Session
 from model_runtime.errors import InvalidRequestError, UnknownAgentError
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ async def serve(request: Request, parse: Parse, refuse: Refuse) -> Response:
                 session.calls.run(
                     identity,
                     lambda: gateway.router.chat_completion(
-                        session, exchange.call, with_texts=exchange.with_texts
+                        session, exchange.call, identity=identity, with_texts=exchange.with_texts
                     ),
                 ),
             )
@@ -136,7 +136,7 @@ async def serve(request: Request, parse: Parse, refuse: Refuse) -> Response:
         response = Response(status_code=CLIENT_CLOSED_REQUEST)
     except Exception as error:  # the edge: every error has an answer in one table
         response = refuse(error)
-        _note_failure(session, agent_id, error, response.status_code)
+        await _note_failure(session, agent_id, error, response.status_code)
     _count(request, agent_id, response.status_code)
     return response
 
@@ -166,11 +166,12 @@ def _identity(request: Request, agent_id: str, body: bytes) -> CallIdentity:
     return CallIdentity(f"body {agent_id} {digest.hex()}", digest, fresh=fresh)
 
 
-def _note_failure(session: Session | None, agent_id: str, error: Exception, status_code: int) -> None:
+async def _note_failure(session: Session | None, agent_id: str, error: Exception, status_code: int) -> None:
     if status_code == 500:
         logger.error("a model call failed unexpectedly", exc_info=error)
     if session is not None and status_code >= 500:
         session.mark_infra(f"agent {agent_id!r} was answered {status_code}: {error}")
+        await session.journal.durable()
 
 
 def _count(request: Request, agent_id: str, status_code: int) -> None:
@@ -244,7 +245,11 @@ async def _stream(
         session.calls.run(
             identity,
             lambda: router.chat_completion(
-                session, exchange.call, with_texts=exchange.with_texts, on_delta=live.put
+                session,
+                exchange.call,
+                identity=identity,
+                with_texts=exchange.with_texts,
+                on_delta=live.put,
             ),
         )
     )
@@ -304,7 +309,7 @@ class EventStream(Response):
             raise
         except Exception as error:  # the edge, after the first byte
             status = status_of(error)
-            _note_failure(self._session, self._exchange.call.agent_id, error, status)
+            await _note_failure(self._session, self._exchange.call.agent_id, error, status)
             last = writer.error(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
         return status

@@ -33,6 +33,7 @@ async def open_session(request: Request, body: SessionRequest) -> SessionAnswer:
     """Open a session for one execution."""
     gateway = gateway_of(request)
     session = gateway.sessions.open(body)
+    await session.journal.durable()
     agents_url = gateway.agents_url or str(request.base_url).rstrip("/")
     return SessionAnswer(
         session_id=session.session_id,
@@ -46,7 +47,9 @@ async def open_session(request: Request, body: SessionRequest) -> SessionAnswer:
 async def reward(request: Request, session_id: str, body: RewardRequest) -> dict[str, bool]:
     """Set or withdraw a reward of the execution, an agent, or one model call."""
     sessions = gateway_of(request).sessions
-    sessions.reward(sessions.find(session_id, bearer_key(request), trusted=is_admin(request)), body)
+    session = sessions.find(session_id, bearer_key(request), trusted=is_admin(request))
+    sessions.reward(session, body)
+    await session.journal.durable()
     return {"ok": True}
 
 

@@ -15,6 +15,7 @@ from model_runtime.layout import RunLayout, writer_id
 from model_runtime.local_store import LocalStore
 from model_runtime.trajectory_log import decode_shard
 from model_runtime.types import MemberKey, Shard
+from tests.fake_servers import until
 from tests.fakes import make_trajectory
 
 LAYOUT = RunLayout("run")
@@ -165,6 +166,20 @@ async def test_a_caller_gives_up_with_the_stores_error_and_may_ask_again(store):
     assert len(shard(store, "planner_model", 0).settlements) == 1
     assert not store.exists(LAYOUT.model("planner_model").log_shard(WRITER, 1))
     await writing.close()
+
+
+async def test_what_became_durable_after_its_caller_gave_up_is_not_written_again(store):
+    writing = ingestor(store, timeout_s=0.05)
+    await writing.start()
+    store.failing = "journal"
+    with pytest.raises(StoreUnavailableError, match="is not durable after"):
+        await writing.ingest(execution())
+    store.failing = None
+    await until(lambda: len(store.created) >= 3)
+    await asyncio.sleep(0.05)  # the commit is over
+    assert await writing.ingest(execution()) == 0
+    await writing.close()
+    assert store.list(LAYOUT.model(MODELS[0]).log_writers()) == [LAYOUT.model(MODELS[0]).log_shard(WRITER, 0)]
 
 
 @pytest.mark.parametrize("died_before", ["planner_model", "solver_model"])

@@ -1,0 +1,136 @@
+"""One execution of a workflow while it is open: its conversations, rewards and calls.
+
+Whatever changes it goes to the journal at once, so that the next process can have it as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from gateway.calls import CallIdentity, CallLedger
+from gateway.chains import AgentChains, Match, SampledTurn
+from gateway.conversation import ChatReply
+from gateway.journal import Append, SessionJournal
+from gateway.journal_events import Event, InfraMarked, RewardGiven, TurnCommitted, of_session
+from gateway.sampling import Settings
+from model_runtime.errors import ConflictError
+from model_runtime.protocol import FinalizeAnswer
+from model_runtime.types import MemberKey, SettlementStatus
+
+# The journal has the tokens of a reply in its turn.
+_NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
+
+
+@dataclass(slots=True)
+class RewardBook:
+    """Rewards of one execution by level and component. What never came is not there: it is not 0."""
+
+    workflow: dict[str, float | None] = field(default_factory=dict)
+    agents: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    turns: dict[str, dict[str, float | None]] = field(default_factory=dict)  # by request_id
+
+    def put(self, given: RewardGiven) -> None:
+        """Set or, with None, withdraw."""
+        if given.request_id is not None:
+            level = self.turns.setdefault(given.request_id, {})
+        elif given.agent_id is not None:
+            level = self.agents.setdefault(given.agent_id, {})
+        else:
+            level = self.workflow
+        if given.value is None:
+            level.pop(given.component, None)
+        else:
+            level[given.component] = given.value
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Session:
+    """One execution while it is open."""
+
+    session_id: str
+    api_key: str
+    member: MemberKey
+    mode: str
+    train: Mapping[str, bool]
+    sampling: Settings
+    forced_sampling: Settings
+    deadline: float
+    journal: SessionJournal = field(default_factory=SessionJournal)
+    active_at: float = 0.0  # when it was last asked for anything
+    agents: dict[str, AgentChains] = field(default_factory=dict)
+    rewards: RewardBook = field(default_factory=RewardBook)
+    calls: CallLedger = field(default_factory=CallLedger)
+    affinity: dict[str, str] = field(default_factory=dict)
+    infra_reason: str = ""  # why an agent of it was answered with a 5xx
+    outcome: tuple[SettlementStatus, str] | None = None  # how it ends, once decided
+    settlement: asyncio.Task[FinalizeAnswer] | None = None
+
+    @property
+    def is_training(self) -> bool:
+        return self.mode == "train"
+
+    def require_active(self) -> None:
+        """Raises ConflictError once the session's end is decided."""
+        if self.outcome is not None:
+            raise ConflictError(f"session {self.session_id} is {self.outcome[0]}; it takes no more calls")
+
+    def chains_of(self, agent_id: str, model_id: str) -> AgentChains:
+        return self.agents.setdefault(agent_id, AgentChains(agent_id, model_id))
+
+    def mark_infra(self, reason: str) -> None:
+        """An agent was answered with a 5xx: whatever the workflow makes of it isn't the policy's doing."""
+        if not self.infra_reason:
+            self.infra_reason = reason
+            self.note(InfraMarked(reason))
+
+    def note(self, event: Event) -> None:
+        """Put what just happened to it into the journal."""
+        self.journal.write(Append(of_session(self.session_id), event))
+
+    def note_turn(
+        self,
+        owner: AgentChains,
+        match: Match,
+        turn: SampledTurn,
+        *,
+        identity: CallIdentity | None,
+        reply: ChatReply,
+    ) -> None:
+        """A turn was just committed, and is about to be answered with `reply`."""
+        chain = match.chain
+        assert chain.index is not None, "it was just committed"
+        bare = replace(reply, token_ids=_NO_IDS, logprobs=_NO_LOGPROBS)
+        self.note(
+            TurnCommitted(
+                agent_id=owner.agent_id,
+                model_id=owner.model_id,
+                chain_index=chain.index,
+                created_at=chain.created_at,
+                num_turns=match.num_turns,
+                turn=turn,
+                point=chain.points[-1],
+                identity=identity,
+                reply=bare,
+            )
+        )
+
+    def give_reward(self, given: RewardGiven) -> None:
+        self.rewards.put(given)
+        self.note(given)
+
+    def knows_request(self, request_id: str) -> bool:
+        return any(
+            turn.request_id == request_id
+            for owner in self.agents.values()
+            for chain in owner.chains
+            for turn in chain.turns
+        )
+
+    def oldest_version(self, model_id: str) -> int | None:
+        """Oldest version of this model that sampled a token here."""
+        spans = [o.version_range() for o in self.agents.values() if o.model_id == model_id]
+        return min((span[0] for span in spans if span is not None), default=None)
