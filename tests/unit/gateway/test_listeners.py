@@ -26,6 +26,7 @@ from model_runtime.gateway_client import GatewayClient, open_http
 from model_runtime.processes import free_port
 from model_runtime.protocol import ADMIN_KEY_ENV, FinalizeAnswer, FinalizeRequest
 from model_runtime.store import Store, open_store
+from model_runtime.workspace import HOME_ENV
 from tests.gateway_harness import ADMIN_KEY, RUN_ID, make_config
 
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -52,7 +53,7 @@ def gateway_process(
     scheme = "https" if settings.get("tls_certificate") else "http"
     with subprocess.Popen(
         [sys.executable, "-m", "gateway", *arguments],
-        env=os.environ | {ADMIN_KEY_ENV: ADMIN_KEY},
+        env=os.environ | {ADMIN_KEY_ENV: ADMIN_KEY, HOME_ENV: str(folder)},
         stderr=subprocess.PIPE,
     ) as process:
         try:
