@@ -103,7 +103,11 @@ class Gateway:
         self.routes = AgentModelRouteTable(config.agent_to_model)
         self.metrics = GatewayMetrics(models)
         self.bindings = GatewayBindingRegistry(
-            models, store=self._store, lease_s=config.gateway.lease_s, http=self._http
+            models,
+            store=self._store,
+            lease_s=config.gateway.lease_s,
+            http=self._http,
+            max_concurrent={m.model_id: m.rollout.max_concurrent_requests for m in config.models},
         )
         self.admission = GroupAdmission(config, writer=self._writer, journal=self._journal)
         trainable = [m.model_id for m in config.trainable_models]

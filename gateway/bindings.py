@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -28,8 +28,10 @@ logger = logging.getLogger(__name__)
 Affinity = MutableMapping[str, str]
 """model_id → replica_id a session was served by last: its KV cache holds the conversation."""
 
-# A replica that just failed is passed over for this long while another is ready.
+# A replica that just failed is passed over for this long while another is ready; for twice as long each
+# time it fails again, up to a minute: a hung one costs whoever tries it a whole attempt.
 FAILURE_COOLDOWN_S = 2.0
+MAX_COOLDOWN_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +41,8 @@ class ReplicaHandle:
     replica: Replica
     client: LLMServerClient
     inflight: int = 0
-    failed_at: float = float("-inf")
+    num_failures: int = 0  # since it last gave an answer
+    rests_until: float = float("-inf")
 
     @property
     def replica_id(self) -> str:
@@ -53,6 +56,7 @@ class Placement:
     client: LLMServerClient
     replica_id: str
     version: int
+    has_alternative: bool = False  # the model has another replica to try
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +72,8 @@ class ModelBinding:
     replicas: dict[str, ReplicaHandle] = field(default_factory=dict)
     inflight_versions: Counter[int] = field(default_factory=Counter)
     kept_versions: Counter[int] = field(default_factory=Counter)  # of tokens kept by interrupted generations
+    max_concurrent: int | None = None  # generations one replica is given at once
+    line: deque[asyncio.Event] = field(default_factory=deque)  # calls that wait for a replica with room
     waiting: int = 0
     waited_s: float = 0.0  # by all calls together; a call that found the model ready adds exactly nothing
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -89,6 +95,12 @@ class ModelBinding:
         """Wake everybody who waits for a change."""
         self.changed.set()
         self.changed = asyncio.Event()
+        self.call_next()
+
+    def call_next(self) -> None:
+        """Let the first in the line look whether there is room now."""
+        if self.line:
+            self.line[0].set()
 
 
 class GatewayBindingRegistry:
@@ -101,9 +113,11 @@ class GatewayBindingRegistry:
         store: Store,
         lease_s: float,
         http: aiohttp.ClientSession,
+        max_concurrent: Mapping[str, int | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._bindings = {model_id: ModelBinding(model_id) for model_id in model_ids}
+        limits = max_concurrent or {}
+        self._bindings = {m: ModelBinding(m, max_concurrent=limits.get(m)) for m in model_ids}
         self._store = store
         self._lease_s = lease_s
         self._http = http
@@ -194,6 +208,36 @@ class GatewayBindingRegistry:
 
     # -------------------------------------------------------------- placement
 
+    async def wait_for_room(self, model_id: str, deadline: float, *, ahead: bool = False) -> ModelBinding:
+        """The binding, as soon as it is ready and one of its replicas takes one more generation; first come,
+        first served, but `ahead` of the others who had a place before. `place` it before anything else is
+        awaited.
+
+        Raises as `wait_until_ready`."""
+        binding = await self.wait_until_ready(model_id, deadline)
+        if binding.max_concurrent is None or ((ahead or not binding.line) and self._has_room(binding)):
+            return binding
+        turn, began = asyncio.Event(), self._clock()
+        binding.line.appendleft(turn) if ahead else binding.line.append(turn)
+        binding.waiting += 1
+        try:
+            while not (binding.line[0] is turn and self._has_room(binding)):
+                remaining = deadline - self._clock()
+                if remaining <= 0:
+                    raise ModelNotReadyError(
+                        f"model {model_id!r} has no room: each of its rollout servers has "
+                        f"{binding.max_concurrent} generations under way (rollout.max_concurrent_requests)"
+                    )
+                turn.clear()
+                await _wait_at_most(turn, remaining)
+                await self.wait_until_ready(model_id, deadline)
+            return binding
+        finally:
+            binding.line.remove(turn)
+            binding.waiting -= 1
+            binding.waited_s += self._clock() - began
+            binding.call_next()
+
     @contextmanager
     def place(self, binding: ModelBinding, affinity: Affinity) -> Iterator[Placement]:
         """A replica for one generation, counted for as long as it runs."""
@@ -207,12 +251,13 @@ class GatewayBindingRegistry:
         handle.inflight += 1
         binding.inflight_versions[version] += 1
         try:
-            yield Placement(handle.client, handle.replica_id, version)
+            yield Placement(handle.client, handle.replica_id, version, len(binding.replicas) > 1)
         finally:
             handle.inflight -= 1
             binding.inflight_versions[version] -= 1
             if not binding.inflight_versions[version]:
                 del binding.inflight_versions[version]
+            binding.call_next()
 
     @contextmanager
     def keeping(self, model_id: str) -> Iterator[Callable[[int], None]]:
@@ -241,7 +286,15 @@ class GatewayBindingRegistry:
         """A replica broke off or answered 5xx: others are preferred for a moment."""
         handle = binding.replicas.get(replica_id)
         if handle is not None:
-            handle.failed_at = self._clock()
+            cooldown_s = min(FAILURE_COOLDOWN_S * 2**handle.num_failures, MAX_COOLDOWN_S)
+            handle.num_failures = min(handle.num_failures + 1, 10)
+            handle.rests_until = self._clock() + cooldown_s
+
+    def note_answer(self, binding: ModelBinding, replica_id: str) -> None:
+        """A replica answered: it is well again."""
+        handle = binding.replicas.get(replica_id)
+        if handle is not None:
+            handle.num_failures = 0
 
     async def close(self) -> None:
         """Stop what is being loaded."""
@@ -254,10 +307,20 @@ class GatewayBindingRegistry:
     def _has_lease(self, binding: ModelBinding) -> bool:
         return self._clock() - binding.renewed_at <= self._lease_s
 
-    def _choose(self, binding: ModelBinding, preferred: str | None) -> ReplicaHandle:
+    def _candidates(self, binding: ModelBinding) -> list[ReplicaHandle]:
+        """The replicas that a generation may go to: those that did not just fail, while there are any."""
         now = self._clock()
-        healthy = [h for h in binding.replicas.values() if now - h.failed_at >= FAILURE_COOLDOWN_S]
-        candidates = healthy or list(binding.replicas.values())
+        healthy = [h for h in binding.replicas.values() if now >= h.rests_until]
+        return healthy or list(binding.replicas.values())
+
+    def _has_room(self, binding: ModelBinding) -> bool:
+        limit = binding.max_concurrent
+        return limit is None or any(h.inflight < limit for h in self._candidates(binding))
+
+    def _choose(self, binding: ModelBinding, preferred: str | None) -> ReplicaHandle:
+        candidates, limit = self._candidates(binding), binding.max_concurrent
+        if limit is not None:
+            candidates = [h for h in candidates if h.inflight < limit] or candidates
         for handle in candidates:
             if handle.replica_id == preferred:
                 return handle

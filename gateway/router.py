@@ -68,7 +68,7 @@ class MultiModelGatewayRouter:
         self._defaults: Settings = {"temperature": config.workflow.temperature}
         self._routes = routes
         self._bindings = bindings
-        self._sampler = Sampler(bindings, metrics, clock)
+        self._sampler = Sampler(bindings, metrics, clock, attempt_timeout_s=config.gateway.attempt_timeout_s)
         self._metrics = metrics
         self._clock = clock
 

@@ -69,9 +69,15 @@ class Sampler:
     """Samples on whichever ready replica of a model."""
 
     def __init__(
-        self, bindings: GatewayBindingRegistry, metrics: GatewayMetrics, clock: Callable[[], float]
+        self,
+        bindings: GatewayBindingRegistry,
+        metrics: GatewayMetrics,
+        clock: Callable[[], float],
+        *,
+        attempt_timeout_s: float | None = None,
     ) -> None:
         self._bindings = bindings
+        self._attempt_timeout_s = attempt_timeout_s
         self._metrics = metrics
         self._clock = clock
 
@@ -91,13 +97,14 @@ class Sampler:
         pause, attempt = _FIRST_RETRY_S, 0
         model_id, request_id = sampling.model_id, sampling.request_id
         while True:
-            binding = await self._bindings.wait_until_ready(model_id, sampling.deadline)
+            binding = await self._bindings.wait_for_room(model_id, sampling.deadline, ahead=attempt > 0)
             with self._bindings.place(binding, sampling.session.affinity) as place:
                 try:
                     sampled = await self._attempt(sampling, binding, place, pieces, f"{request_id}-{attempt}")
                 except (BackendUnavailableError, BackendRejectedError) as error:
                     failure = error
                 else:
+                    self._bindings.note_answer(binding, place.replica_id)
                     if sampled is not None:
                         return sampled
                     attempt += 1
@@ -145,17 +152,18 @@ class Sampler:
             "token_ids": sampling.prompt_ids + pieces.token_ids(),
             "sampling": pieces.settings_for_the_rest(sampling.settings),
             "request_id": request_id,
-            "timeout_s": self._seconds_left(sampling),
         }
+        left_s, limit_s = self._seconds_left(sampling), self._attempt_limit_s(sampling, place)
         if sampling.on_delta is None:
-            return await place.client.generate(**arguments)
+            return await place.client.generate(**arguments, timeout_s=limit_s)
         chunks: list[GenerationChunk] = []
         sampling.place = place
         if sampling.stream is None:
             sampling.stream = self._listen(sampling, place)
             for piece in pieces.generations:
                 sampling.stream.push(GenerationChunk(piece.token_ids.tolist(), piece.logprobs.tolist()))
-        async with aclosing(place.client.generate_stream(**arguments)) as stream:
+        events = place.client.generate_stream(**arguments, timeout_s=left_s, stall_timeout_s=limit_s)
+        async with aclosing(events) as stream:
             async for chunk in stream:
                 chunks.append(chunk)
                 if chunk.token_ids:
@@ -189,6 +197,13 @@ class Sampler:
 
     def _seconds_left(self, sampling: Sampling) -> float:
         return max(sampling.deadline - self._clock(), 0.001)
+
+    def _attempt_limit_s(self, sampling: Sampling, place: Placement) -> float:
+        """A server that hangs must leave time to try another."""
+        left_s = self._seconds_left(sampling)
+        if self._attempt_timeout_s is not None:
+            return min(left_s, self._attempt_timeout_s)
+        return left_s / 2 if place.has_alternative else left_s
 
     async def _read(self, sampling: Sampling, place: Placement, generation: Generation) -> Answer:
         """What the answer says, as the agent will have it."""

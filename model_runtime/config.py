@@ -77,6 +77,10 @@ class RolloutConfig(Section):
     """Longest prompt + response in tokens. None: the model's own."""
     max_num_seqs: int = Field(default=64, ge=1)
     """Sequences decoded together by one server."""
+    max_concurrent_requests: int | None = Field(default=None, ge=1)
+    """Generations the gateway gives one server at once; further calls wait in the gateway, first come, first
+    served, and begin under the version that is published by then. None: they wait in the server itself, of
+    which max_num_seqs run."""
     kv_cache_bytes: int = Field(default=256 * 2**20, ge=2**20)
     """KV cache of one CPU server. GPUs use gpu_memory_fraction."""
     max_live_versions: int = Field(default=3, ge=2)

@@ -34,6 +34,10 @@ class GatewayConfig(Section):
     """PEM file with the certificate's private key."""
     request_timeout_s: float = Field(default=300.0, gt=0)
     """Limit for one model call, the wait for its model included."""
+    attempt_timeout_s: float | None = Field(default=None, gt=0)
+    """Limit for one attempt at one rollout server, after which another is tried: for the whole answer, or for
+    the next token of one that is streamed. None: half of the time the call has left while its model has
+    another server, else all of it."""
     roll_back_rewritten_turns: bool = True
     """What becomes of a sampled turn that the agent sends back in other words. True: it is taken back, and
     the chain goes on from the turn before it. False: it stays, and the conversation starts a new chain."""

@@ -121,15 +121,20 @@ class LLMServerClient:
         sampling: dict[str, Any],
         request_id: str,
         timeout_s: float,
+        stall_timeout_s: float | None = None,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[GenerationChunk, None]:
         """As `generate`, token by token as they are sampled. `join_chunks` makes a Generation of them.
 
-        A stream that ends early raises BackendUnavailableError; leaving it early aborts the request."""
+        `stall_timeout_s` is the limit for each event. A stream that ends early raises
+        BackendUnavailableError; leaving it early aborts the request."""
         body = _generate_body(model, token_ids, sampling, request_id, cache_salt)
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        async with self._request("POST", "/inference/v1/generate", body, timeout_s=timeout_s) as response:
-            await _check_status(response, "POST", self.url + "/inference/v1/generate")
+        path = "/inference/v1/generate"
+        async with self._request(
+            "POST", path, body, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
+        ) as response:
+            await _check_status(response, "POST", self.url + path)
             async for event in _events(response):
                 if event == b"[DONE]":
                     return
@@ -275,12 +280,20 @@ class LLMServerClient:
 
     @asynccontextmanager
     async def _request(
-        self, method: str, path: str, body: dict[str, Any] | None, *, timeout_s: float
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        *,
+        timeout_s: float,
+        stall_timeout_s: float | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer, while its body is read. What goes wrong meanwhile is BackendUnavailableError."""
         payload = None if body is None else msgspec.json.encode(body)
         headers = self._headers if payload is None else {**self._headers, "Content-Type": "application/json"}
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
+        timeout = aiohttp.ClientTimeout(
+            total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s), sock_read=stall_timeout_s
+        )
         try:
             async with self._session().request(
                 method, self.url + path, data=payload, headers=headers, timeout=timeout

@@ -200,3 +200,142 @@ async def test_a_replica_restarted_under_its_name_gets_a_new_client(registry: Ga
     moved = {"replica_id": "r0", "url": "http://elsewhere", "api_key": "k"}
     registry.renew(ModelRenewal.model_validate(renewal(4).model_dump(mode="json") | {"replicas": [moved]}))
     assert registry.get("m").replicas["r0"].client.url == "http://elsewhere"
+
+
+async def test_a_replica_that_keeps_failing_rests_longer_until_it_answers(
+    registry: GatewayBindingRegistry, clock: Clock
+) -> None:
+    await ready(registry, replicas=("r0", "r1"))
+    binding = registry.get("m")
+
+    def rest_s() -> float:
+        return binding.replicas["r0"].rests_until - clock.now
+
+    rests = []
+    for _ in range(8):
+        registry.note_failure(binding, "r0")
+        rests.append(rest_s())
+    assert rests == [2, 4, 8, 16, 32, 60, 60, 60]
+    registry.note_answer(binding, "r0")
+    registry.note_failure(binding, "r0")
+    assert rest_s() == FAILURE_COOLDOWN_S
+
+
+# ------------------------------------------------------------------ room
+
+
+@pytest.fixture
+async def narrow(local_store: Store) -> AsyncIterator[GatewayBindingRegistry]:
+    """Model `m` takes one generation a replica, `other` as many as come."""
+    local_store.put(TOKENIZER, make_tokenizer_document().to_bytes())
+    async with aiohttp.ClientSession() as http:
+        registry = GatewayBindingRegistry(
+            ["m", "other"], store=local_store, lease_s=100, http=http, max_concurrent={"m": 1}
+        )
+        yield registry
+        await registry.close()
+
+
+class Caller:
+    """Waits for room on `m` and runs until it is told to end."""
+
+    def __init__(self, registry: GatewayBindingRegistry, *, ahead: bool = False, wait_s: float = 5.0) -> None:
+        self.replica_id = ""
+        self.done = asyncio.Event()
+        self.task = asyncio.create_task(self._run(registry, ahead, registry._clock() + wait_s))
+
+    async def _run(self, registry: GatewayBindingRegistry, ahead: bool, deadline: float) -> None:
+        binding = await registry.wait_for_room("m", deadline, ahead=ahead)
+        with registry.place(binding, {}) as place:
+            self.replica_id = place.replica_id
+            await self.done.wait()
+
+    async def end(self) -> None:
+        self.done.set()
+        await self.task
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_calls_wait_for_room_in_their_order_and_are_counted(narrow: GatewayBindingRegistry) -> None:
+    await ready(narrow, replicas=("r0", "r1"))
+    callers = []
+    for _ in range(5):
+        callers.append(Caller(narrow))
+        await settle()
+    binding = narrow.get("m")
+    assert {c.replica_id for c in callers[:2]} == {"r0", "r1"}
+    assert [c.replica_id for c in callers[2:]] == ["", "", ""]
+    assert (binding.running, binding.waiting) == (2, 3)
+    for index in range(2, 5):
+        await callers[index - 2].end()
+        await settle()
+        assert callers[index].replica_id in ("r0", "r1")
+        assert all(c.replica_id == "" for c in callers[index + 1 :])
+    for caller in callers[3:]:
+        await caller.end()
+    assert (binding.running, binding.waiting, len(binding.line)) == (0, 0, 0)
+    assert max(h.inflight for h in binding.replicas.values()) == 0
+    assert binding.waited_s > 0
+
+
+async def test_a_replica_that_joins_serves_those_who_wait(narrow: GatewayBindingRegistry) -> None:
+    await ready(narrow)
+    first, second = Caller(narrow), Caller(narrow)
+    await settle()
+    assert second.replica_id == ""
+    narrow.renew(renewal(2, replicas=("r0", "r1")))
+    await settle()
+    assert second.replica_id == "r1"
+    await first.end()
+    await second.end()
+
+
+async def test_a_call_that_stops_waiting_holds_nobody_up(narrow: GatewayBindingRegistry) -> None:
+    await ready(narrow)
+    running, impatient, patient = Caller(narrow), Caller(narrow), Caller(narrow)
+    await settle()
+    impatient.task.cancel()
+    await asyncio.gather(impatient.task, return_exceptions=True)
+    await running.end()
+    await settle()
+    assert patient.replica_id == "r0"
+    await patient.end()
+
+
+async def test_a_generation_that_had_a_place_goes_ahead_of_the_line(narrow: GatewayBindingRegistry) -> None:
+    await ready(narrow)
+    running, waiting = Caller(narrow), Caller(narrow)
+    await settle()
+    interrupted = Caller(narrow, ahead=True)
+    await settle()
+    await running.end()
+    await settle()
+    assert (interrupted.replica_id, waiting.replica_id) == ("r0", "")
+    await interrupted.end()
+    await waiting.end()
+
+
+async def test_no_room_by_the_deadline_names_the_limit(narrow: GatewayBindingRegistry) -> None:
+    await ready(narrow)
+    running, late = Caller(narrow), Caller(narrow, wait_s=0.05)
+    with pytest.raises(ModelNotReadyError, match="max_concurrent_requests"):
+        await late.task
+    await running.end()
+
+
+async def test_a_full_model_never_holds_another_up(narrow: GatewayBindingRegistry) -> None:
+    await ready(narrow)
+    running, waiting = Caller(narrow), Caller(narrow)
+    await settle()
+    narrow.renew(renewal(model_id="other"))
+    await narrow.wait_until_ready("other", narrow._clock() + 5)
+    for _ in range(50):
+        binding = await narrow.wait_for_room("other", narrow._clock())
+        with narrow.place(binding, {}):
+            assert binding.running == 1
+    await running.end()
+    await waiting.end()
