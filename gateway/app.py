@@ -35,7 +35,13 @@ from gateway.routes import sessions as session_routes
 from gateway.sessions import SessionRegistry
 from model_runtime.config import RunConfig
 from model_runtime.documents import DesiredDocument, DesiredState
-from model_runtime.errors import ModelNotReadyError, RepertoryError, StoreError, SupersededError
+from model_runtime.errors import (
+    ModelNotReadyError,
+    RepertoryError,
+    StoreError,
+    SupersededError,
+    TooManyRequestsError,
+)
 from model_runtime.layout import RunLayout, number_in, writer_id
 from model_runtime.protocol import (
     DesiredRequest,
@@ -168,7 +174,7 @@ class Gateway:
         try:
             await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if opening.done():
-                answer = opening.result()
+                answer = _or_ask_again(request, opening.result())
                 await self._journal.durable()
                 return answer
             raise ModelNotReadyError("the gateway is stopping; ask again")
@@ -280,6 +286,15 @@ class Gateway:
                 return
             except StoreError as error:
                 logger.warning("the run's epoch can't be read: %s", error)
+
+
+def _or_ask_again(request: GroupRequest, answer: GroupAnswer) -> GroupAnswer:
+    """Raises TooManyRequestsError for a driver that doesn't wait."""
+    if answer.status == "waiting" and request.wait_s == 0:
+        raise TooManyRequestsError(
+            f"group {request.group_id!r} can't open now: there is no room; its place in the line is kept"
+        )
+    return answer
 
 
 def _masked(renewal: ModelRenewal) -> ModelRenewal:

@@ -15,10 +15,12 @@ import asyncio
 import hashlib
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -35,6 +37,8 @@ from model_runtime.types import Int32Array
 
 # Encoding costs about 1 µs a token. Above this many characters it leaves the event loop's thread.
 OFF_LOOP_CHARS = 4000
+
+Rendered = TypeVar("Rendered")
 
 # Assistant answers that templates are known to rewrite when they render them as history.
 _PROBES = ("plain", "<think>\nwhy\n</think>\n\nplain", " led by a space", "two\nlines\n")
@@ -159,7 +163,7 @@ class ChatCodec:
     async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> RenderedPrompt:
         """`render_prompt`, off the event loop's thread when it is long."""
         if _num_chars(messages) > OFF_LOOP_CHARS:
-            return await asyncio.to_thread(self.render_prompt, messages, tools)
+            return await _off_loop(self.render_prompt, messages, tools)
         return self.render_prompt(messages, tools)
 
     async def continuation(
@@ -167,7 +171,7 @@ class ChatCodec:
     ) -> RenderedPrompt | None:
         """`render_continuation`, off the event loop's thread when it is long."""
         if _num_chars(messages) + _num_chars(new_messages) > OFF_LOOP_CHARS:
-            return await asyncio.to_thread(self.render_continuation, messages, new_messages, **proof)
+            return await _off_loop(self.render_continuation, messages, new_messages, **proof)
         return self.render_continuation(messages, new_messages, **proof)
 
     # -------------------------------------------------------------- decoding
@@ -267,6 +271,14 @@ class ChatCodec:
             if spliced is None:
                 return f"it does not render an earlier answer {answer!r} as it was"
         return None
+
+
+# Threads of their own: a burst of long prompts must not keep the store's writes waiting.
+_RENDERING = ThreadPoolExecutor(max_workers=4, thread_name_prefix="rendering")
+
+
+async def _off_loop(work: Callable[..., Rendered], *args: Any, **kwargs: Any) -> Rendered:
+    return await asyncio.get_running_loop().run_in_executor(_RENDERING, partial(work, *args, **kwargs))
 
 
 def _num_chars(messages: Sequence[Message]) -> int:

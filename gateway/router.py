@@ -21,7 +21,7 @@ from gateway.codec import ChatCodec, RenderedPrompt, TextMark
 from gateway.conversation import ChatCall, ChatReply, ConversationKey, DeltaSink
 from gateway.metrics import GatewayMetrics
 from gateway.route_table import AgentModelRouteTable
-from gateway.sampler import Sampled, Sampler, Sampling
+from gateway.sampler import Sampled, Sampler, Sampling, or_ask_again
 from gateway.sampling import Settings, merge_settings
 from gateway.session import Session
 from model_runtime.config import RunConfig
@@ -93,17 +93,20 @@ class MultiModelGatewayRouter:
         identity: CallIdentity | None = None,
         with_texts: bool = False,
         on_delta: DeltaSink | None = None,
+        wait_s: float | None = None,
     ) -> ChatReply:
         """One generation, recorded in the session's chains. `on_delta` hears of it as it grows; `identity` is
-        the call it answers.
+        the call it answers; `wait_s` is what it may wait before it begins.
 
-        Raises ModelNotReadyError at the deadline, BackendRejectedError for the server's own 4xx, and
-        leaves the record untouched then and when cancelled."""
+        Raises ModelNotReadyError at the deadline, TooManyRequestsError when it could not begin in time, and
+        BackendRejectedError for the server's own 4xx; leaves the record untouched then and when cancelled."""
         started_at = time.time()
         deadline = self._clock() + self._timeout_s
         model_id = self._routes.model_of(call.agent_id)
         settings = self._settings(session, call)
-        binding = await self._ready(model_id, deadline)
+        begin_by = None if wait_s is None else min(deadline, self._clock() + wait_s)
+        with or_ask_again(begin_by):
+            binding = await self._ready(model_id, deadline if begin_by is None else begin_by)
         codec = binding.ready_codec()
         request_id = uuid.uuid4().hex
         async with self._prepare(session, binding, call) as prepared:
@@ -120,6 +123,7 @@ class MultiModelGatewayRouter:
                 prompt_ids=prepared.prompt_ids(),
                 settings=_server_sampling(settings, max_tokens, _stop_ids(codec, call.stop)),
                 deadline=deadline,
+                begin_by=begin_by,
                 started_at=started_at,
                 codec=codec,
                 with_texts=with_texts,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import aclosing, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,12 @@ from gateway.conversation import Answer, ChatCall, DeltaSink, ReplyDelta, Tool, 
 from gateway.interruption import Interruption, Pieces, interrupted_at_a_new_version
 from gateway.metrics import GatewayMetrics
 from gateway.session import Session
-from model_runtime.errors import BackendRejectedError, BackendUnavailableError, ModelNotReadyError
+from model_runtime.errors import (
+    BackendRejectedError,
+    BackendUnavailableError,
+    ModelNotReadyError,
+    TooManyRequestsError,
+)
 from model_runtime.layout import served_name
 from model_runtime.llm_client import Generation, GenerationChunk, ParsedDelta, join_chunks
 from model_runtime.types import Int32Array
@@ -47,6 +52,7 @@ class Sampling:
     prompt_ids: list[int]
     settings: dict[str, Any]
     deadline: float
+    begin_by: float | None  # when the caller doesn't want to wait until the deadline
     started_at: float
     codec: ChatCodec
     with_texts: bool = False
@@ -97,7 +103,7 @@ class Sampler:
         pause, attempt = _FIRST_RETRY_S, 0
         model_id, request_id = sampling.model_id, sampling.request_id
         while True:
-            binding = await self._bindings.wait_for_room(model_id, sampling.deadline, ahead=attempt > 0)
+            binding = await self._room(sampling, ahead=attempt > 0)
             with self._bindings.place(binding, sampling.session.affinity) as place:
                 try:
                     sampled = await self._attempt(sampling, binding, place, pieces, f"{request_id}-{attempt}")
@@ -121,6 +127,12 @@ class Sampler:
                 raise ModelNotReadyError(f"model {model_id!r} did not answer in time: {failure}") from failure
             await asyncio.sleep(pause)
             pause, attempt = min(2 * pause, _LONGEST_RETRY_S), attempt + 1
+
+    async def _room(self, sampling: Sampling, *, ahead: bool) -> ModelBinding:
+        if ahead or sampling.begin_by is None:
+            return await self._bindings.wait_for_room(sampling.model_id, sampling.deadline, ahead=ahead)
+        with or_ask_again(sampling.begin_by):
+            return await self._bindings.wait_for_room(sampling.model_id, sampling.begin_by)
 
     async def _attempt(
         self, sampling: Sampling, binding: ModelBinding, place: Placement, pieces: Pieces, request_id: str
@@ -262,6 +274,17 @@ async def _forget_attempt(sampling: Sampling, failure: Exception) -> None:
     if sampling.stream.was_heard:
         raise failure
     sampling.stream, sampling.stream_is_ahead = None, False
+
+
+@contextmanager
+def or_ask_again(begin_by: float | None) -> Iterator[None]:
+    """A caller that said how long it would wait is told to ask again: nothing has failed."""
+    try:
+        yield
+    except ModelNotReadyError as error:
+        if begin_by is None:
+            raise
+        raise TooManyRequestsError(f"{error}; the call was not to wait longer (Prefer: wait)") from None
 
 
 def _is_the_callers_fault(failure: Exception) -> bool:

@@ -128,7 +128,7 @@ class GroupRequest(_Request):
 
     group_id: Text = Field(min_length=1, max_length=200)
     group_size: GroupSize
-    wait_s: float = Field(default=25.0, ge=0, le=60)  # how long the call may wait before it answers `waiting`
+    wait_s: float = Field(default=25.0, ge=0, le=60)  # the call's wait before it answers `waiting`; 0: 429
     deadline_s: float | None = Field(default=None, gt=0)  # from opening; then open members are cancelled
     settled_members: list[Index] = Field(default_factory=list)  # settled in an earlier life of the gateway
 

@@ -36,7 +36,8 @@ def is_admin(request: Request) -> bool:
     return hmac.compare_digest(bearer_key(request).encode(), gateway_of(request).admin_key.encode())
 
 
-def require_admin(request: Request) -> None:
-    """A dependency of every control route. Raises AuthenticationError."""
+async def require_admin(request: Request) -> None:
+    """A dependency of every control route; a coroutine, so that no thread has to be free for it. Raises
+    AuthenticationError."""
     if not is_admin(request):
         raise AuthenticationError(f"this route asks for `Authorization: Bearer ${ADMIN_KEY_ENV}`")

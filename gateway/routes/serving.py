@@ -116,23 +116,27 @@ async def serve(request: Request, parse: Parse, refuse: Refuse) -> Response:
         exchange = parse(request, body)
         agent_id = exchange.call.agent_id
         gateway.router.check(session, exchange.call)
-        identity = _identity(request, agent_id, body)
+        identity, wait_s = _identity(request, agent_id, body), _preferred_wait_s(request)
         if exchange.streams:
-            response = await _stream(request, session, exchange, identity)
+            response = await _stream(request, session, exchange, identity, wait_s)
             if isinstance(response, EventStream):
                 return response  # counted when it ends
         else:
-            reply = await _until_disconnect(
+            reply = await until_disconnect(
                 request,
                 session.calls.run(
                     identity,
                     lambda: gateway.router.chat_completion(
-                        session, exchange.call, identity=identity, with_texts=exchange.with_texts
+                        session,
+                        exchange.call,
+                        identity=identity,
+                        with_texts=exchange.with_texts,
+                        wait_s=wait_s,
                     ),
                 ),
             )
             response = exchange.answer(reply)
-    except _ClientDisconnected:
+    except ClientDisconnected:
         response = Response(status_code=CLIENT_CLOSED_REQUEST)
     except Exception as error:  # the edge: every error has an answer in one table
         response = refuse(error)
@@ -166,6 +170,13 @@ def _identity(request: Request, agent_id: str, body: bytes) -> CallIdentity:
     return CallIdentity(f"body {agent_id} {digest.hex()}", digest, fresh=fresh)
 
 
+def _preferred_wait_s(request: Request) -> float | None:
+    """`Prefer: wait=<seconds>` (RFC 7240): how long the call may wait for its model and for room on it before
+    it begins. None: as long as a call may take."""
+    found = re.search(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,6})\b", request.headers.get("prefer", ""))
+    return float(found[1]) if found else None
+
+
 async def _note_failure(session: Session | None, agent_id: str, error: Exception, status_code: int) -> None:
     if status_code == 500:
         logger.error("a model call failed unexpectedly", exc_info=error)
@@ -180,11 +191,11 @@ def _count(request: Request, agent_id: str, status_code: int) -> None:
     gateway.metrics.count_request(known_agent, status_code)
 
 
-class _ClientDisconnected(Exception):
+class ClientDisconnected(Exception):
     """Nobody is left to answer."""
 
 
-async def _until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """The work's result; cancelled as soon as the client hangs up."""
     caller = asyncio.current_task()
     assert caller is not None, "a coroutine runs in a task"
@@ -199,7 +210,7 @@ async def _until_disconnect(request: Request, work: Coroutine[Any, Any, Result])
         return await work
     except asyncio.CancelledError:
         if hang_up.done() and not caller.uncancel():
-            raise _ClientDisconnected from None
+            raise ClientDisconnected from None
         raise
     finally:
         hang_up.remove_done_callback(stop)
@@ -237,7 +248,11 @@ class _LiveReply:
 
 
 async def _stream(
-    request: Request, session: Session, exchange: Exchange, identity: CallIdentity
+    request: Request,
+    session: Session,
+    exchange: Exchange,
+    identity: CallIdentity,
+    wait_s: float | None,
 ) -> EventStream:
     """The response, once its first piece is there. Raises what a call that never began raised."""
     router, live = gateway_of(request).router, _LiveReply()
@@ -250,11 +265,12 @@ async def _stream(
                 identity=identity,
                 with_texts=exchange.with_texts,
                 on_delta=live.put,
+                wait_s=wait_s,
             ),
         )
     )
     try:
-        first = await _until_disconnect(request, live.next())
+        first = await until_disconnect(request, live.next())
     except BaseException:
         await live.abandon()
         raise

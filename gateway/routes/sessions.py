@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
 
 from gateway.routes.access import bearer_key, gateway_of, is_admin, require_admin
+from gateway.routes.serving import CLIENT_CLOSED_REQUEST, ClientDisconnected, until_disconnect
 from model_runtime.protocol import (
     AbortRequest,
     FinalizeAnswer,
@@ -22,10 +24,15 @@ router = APIRouter(tags=["sessions"])
 """What a session's own key opens."""
 
 
-@control.post("/groups", dependencies=[Depends(require_admin)])
-async def open_group(request: Request, body: GroupRequest) -> GroupAnswer:
-    """Ask for a group to be opened; waits up to `wait_s` for room, then answers `waiting`."""
-    return await gateway_of(request).open_group(body)
+@control.post("/groups", response_model=GroupAnswer, dependencies=[Depends(require_admin)])
+async def open_group(request: Request, body: GroupRequest) -> GroupAnswer | Response:
+    """Ask for a group to be opened; waits up to `wait_s` for room, then answers `waiting`. With `wait_s: 0`
+    no room is a 429 with Retry-After. Either way the place in the line is kept for those who ask again
+    within two minutes. A client that hangs up is not waited for."""
+    try:
+        return await until_disconnect(request, gateway_of(request).open_group(body))
+    except ClientDisconnected:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 @control.post("/sessions", dependencies=[Depends(require_admin)])

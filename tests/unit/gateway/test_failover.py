@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
+import httpx
 import pytest
 
 from model_runtime.store import Store
@@ -142,6 +143,81 @@ def test_a_hanging_model_delays_neither_another_nor_a_control_call(local_store: 
                 assert other.finalize()["status"] == "finalized"
         until(lambda: len(hanging.aborted) == 100, "calls nobody waits for were not ended")
         assert session.finalize(1.0)["num_rows"] == {"plan": 5}
+
+
+# ------------------------------------------------------------------ callers that don't want to wait
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_prefers_not_to_wait_is_told_to_ask_again(local_store: Store, stream: bool) -> None:
+    limited = {"rollout": {"max_concurrent_requests": 1}}
+    with live_gateway(local_store, config=make_config(of_each_model=limited)) as harness:
+        harness.start_afresh()
+        session = harness.open_session()
+        harness.server.delay_s = 1.0
+        impatient = {"Prefer": "respond-async, wait=0"}
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(session.chat, "x")
+            until(lambda: harness.server.requests, "the first call did not begin")
+            refused = session.chat("y", headers=impatient, stream=stream)
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert "x-should-retry" not in refused.headers  # the SDKs may ask again by themselves
+            assert "max_concurrent_requests" in refused.json()["error"]["message"]
+            assert running.result(10).status_code == 200
+        harness.server.delay_s = 0.0
+        assert session.chat("y", headers=impatient).status_code == 200
+        harness.renew("plan", status="starting")
+        refused = session.chat("z", headers={"Prefer": "wait=1"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
+        assert "is starting" in refused.json()["error"]["message"]
+        # It was the caller's own wish: nothing is held against the execution.
+        assert session.finalize(1.0)["status"] == "finalized"
+
+
+def test_a_driver_that_does_not_wait_gets_a_429_and_keeps_its_place(own_harness: GatewayHarness) -> None:
+    harness = own_harness
+    for model_id in ("plan", "solve"):
+        harness.renew(model_id, limit=1)
+    harness.open_group("first")
+
+    def ask(name: str) -> httpx.Response:
+        body = {"group_id": name, "group_size": 2, "wait_s": 0}
+        return harness.http.post("/groups", json=body, headers=harness.admin)
+
+    refused = ask("second")
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert ask("third").status_code == 429
+    for member in range(2):
+        harness.open_session(member, "first").finalize(1.0)
+    for model_id in ("plan", "solve"):
+        harness.renew(model_id, limit=1, queue={"read_positions": {harness.gateway._writer: 99}})
+    assert ask("second").json()["status"] == "open"
+    assert ask("third").status_code == 429
+
+
+def test_a_driver_that_hangs_up_is_not_given_a_group(own_harness: GatewayHarness) -> None:
+    harness = own_harness
+    for model_id in ("plan", "solve"):
+        harness.renew(model_id, limit=1)
+    harness.open_group("first")
+    body = {"group_id": "left", "group_size": 2, "wait_s": 30}
+    with pytest.raises(httpx.ReadTimeout):
+        harness.http.post("/groups", json=body, headers=harness.admin, timeout=0.3)
+    admission = harness.gateway.admission
+    until(lambda: not admission._waiters, "the gateway still waits for a driver that is gone")
+    for model_id in ("plan", "solve"):
+        harness.renew(model_id, limit=8)
+    assert harness.open_group("next")["status"] == "open"
+    assert "left" not in admission._state.open_groups
+    assert harness.open_group("left")["status"] == "open"  # when it comes back
+
+
+@pytest.fixture
+def own_harness(local_store: Store) -> Iterator[GatewayHarness]:
+    with live_gateway(local_store, config=make_config(max_surplus_ratio=0.0)) as harness:
+        harness.make_ready()
+        yield harness
 
 
 @contextmanager
