@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from model_runtime.documents import ReplayedGroup
 from model_runtime.groups import Group
 
 if TYPE_CHECKING:
@@ -25,6 +26,14 @@ def batch_metrics(
     if rows:
         metrics |= _row_metrics(rows, published_version) | _agent_row_metrics(rows)
     return metrics
+
+
+def replay_metrics(replayed: Sequence[ReplayedGroup]) -> dict[str, float]:
+    """What of a batch was trained before."""
+    return {
+        "batch/num_replayed_groups": float(len(replayed)),
+        "batch/num_replayed_rows": float(sum(len(entry.rows) for entry in replayed)),
+    }
 
 
 def _agent_metrics(groups: Iterable[Group]) -> dict[str, float]:

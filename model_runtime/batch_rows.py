@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from model_runtime.advantages import BatchRows, batch_advantages, needs_batch
+from model_runtime.documents import BatchRow
+from model_runtime.groups import Group
 from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.types import Int8Array, Trajectory
 
@@ -25,7 +27,21 @@ class TrainingRow:
     turn_advantages: tuple[float, ...] | None = None  # one per turn, in place of `advantage`
 
 
-def without_lone_turns(
+def rows_of(group: Group, loss_mask: Callable[[Trajectory], Int8Array]) -> Iterator[TrainingRow]:
+    """What of a group is trained, in the order of members, agents and chains."""
+    assert group.verdict is not None, f"group {group.group_id} is not complete"
+    verdict = group.verdict
+    for row in sorted(group.rows, key=lambda r: r.order):
+        advantage = verdict.advantages.get(row.trajectory_id)
+        if advantage is None or row.trajectory is None:
+            continue
+        turns = verdict.turn_advantages.get(row.trajectory_id)
+        mask = _without_lone_turns(loss_mask(row.trajectory), row.trajectory, turns)
+        if mask.any():
+            yield TrainingRow(row.trajectory, row.reward or 0.0, advantage, mask, turns)
+
+
+def _without_lone_turns(
     mask: Int8Array, trajectory: Trajectory, turn_advantages: tuple[float, ...] | None
 ) -> Int8Array:
     """The mask without turns whose advantage is NaN."""
@@ -35,6 +51,22 @@ def without_lone_turns(
         for turn in lone:
             mask[turn.start : turn.end] = 0
     return mask
+
+
+def named_rows(rows: list[TrainingRow], groups: list[Group]) -> list[BatchRow]:
+    """How a step's document names those of the rows that stand in these groups."""
+    places = {row.trajectory_id: row.position for group in groups for row in group.rows}
+    return [
+        BatchRow(
+            trajectory_id=row.trajectory.trajectory_id,
+            writer=places[row.trajectory.trajectory_id][0],
+            seq=places[row.trajectory.trajectory_id][1],
+            agent_id=row.trajectory.agent_id,
+            policy_version=row.trajectory.policy_version,
+        )
+        for row in rows
+        if row.trajectory.trajectory_id in places
+    ]
 
 
 def with_batch_advantages(rows: Sequence[TrainingRow], objective: ObjectiveConfig) -> list[TrainingRow]:

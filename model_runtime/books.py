@@ -28,6 +28,7 @@ class ModelBooks:
     dropped: dict[str, int] = field(default_factory=dict)  # reason → rows
     in_log: int = 0
     num_trained_twice: int = 0
+    num_replayed: int = 0  # reuses of rows that count as trained already
     num_missing: int = 0  # rows that a step's document names and no readable shard holds
     num_damaged_shards: int = 0
 
@@ -77,6 +78,7 @@ class _Count:
         self._book: GroupBook | None = None
         self._seen: set[str] = set()
         self._num_trained_twice = 0
+        self._num_replayed = 0
         self._finalized = 0
         self._where: Counter[str] = Counter()  # trained, or reason → rows
         self._complete: list[Group] = []
@@ -87,6 +89,7 @@ class _Count:
         for row in document.rows:
             self._num_trained_twice += _TRAINED in self._fates[row.trajectory_id]
             self._fates[row.trajectory_id].append(_TRAINED)
+        self._num_replayed += sum(len(entry.rows) for entry in document.replayed)
         for reason, ids in document.dropped_rows.items():
             for trajectory_id in ids:
                 self._fates[trajectory_id].append(reason)
@@ -140,6 +143,7 @@ class _Count:
             dropped=dict(sorted(where.items())),
             in_log=in_log,
             num_trained_twice=self._num_trained_twice,
+            num_replayed=self._num_replayed,
             num_missing=sum(len(fates) for fates in self._fates.values()),
             num_damaged_shards=num_damaged_shards,
         )

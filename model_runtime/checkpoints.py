@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from model_runtime.documents import CheckpointDocument
+from model_runtime.documents import CheckpointDocument, RememberedGroup
 from model_runtime.errors import CorruptObjectError, ObjectNotFoundError
 from model_runtime.layout import ModelLayout, number_in
 from model_runtime.store import Store
@@ -45,6 +45,8 @@ class Progress(Protocol):
     def closed_groups(self) -> Any: ...
     @property
     def totals(self) -> Mapping[str, int]: ...
+    @property
+    def replay(self) -> Sequence[RememberedGroup]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +92,7 @@ def save_checkpoint(
         consumed=sorted(progress.consumed),
         closed_groups=sorted(progress.closed_groups),
         totals=dict(progress.totals),
+        replay=list(progress.replay),
         seed=seed,
         created_at=time.time(),
     )

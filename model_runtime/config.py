@@ -25,6 +25,7 @@ from model_runtime.errors import ConfigError
 from model_runtime.gateway_config import GatewayConfig
 from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.trainer_config import LoRAConfig, LoRARank, TrainerConfig
+from model_runtime.training_config import ReplayConfig
 
 Slug = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]{0,62}$")]
 """Run, model and agent ids."""
@@ -154,6 +155,9 @@ class AsyncTrainingConfig(Section):
     """Versions a token may lag behind the last published one when it is trained."""
     max_staleness_action: Literal["wait", "drop"] = "wait"
     """wait: training pauses until work in flight is in; drop: aged-out tokens are left out and counted."""
+    max_wait_s: float | None = Field(default=None, ge=0)
+    """For a model that is rarely called: once the first group of a batch has waited this long, train a
+    smaller one, filled up from `replay`. None: wait until the batch is full."""
     strict_on_policy: bool = False
     """Train only on tokens of the version being updated: sync every step, threshold 0, lag 0."""
 
@@ -188,6 +192,8 @@ class ModelConfig(Section):
     """Staleness and sync."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """Advantage, loss and correction."""
+    replay: ReplayConfig = ReplayConfig()
+    """Training again on groups of earlier batches. Off by default."""
     batch_size: int = Field(default=8, ge=1)
     """Usable groups per batch: groups of which at least one agent of this model has a gradient."""
     max_steps: int | None = Field(default=None, ge=1)
@@ -205,6 +211,14 @@ class ModelConfig(Section):
         a = self.async_training
         required = self.batch_size * a.require_batches
         return max(required, int(required * (1 + a.staleness_threshold) * a.trigger_parameter_sync_step))
+
+    @model_validator(mode="after")
+    def _replays_when_late(self) -> ModelConfig:
+        if self.replay.max_groups and self.async_training.max_wait_s is None:
+            raise ValueError("replay fills up late batches: set async_training.max_wait_s, the time to wait")
+        if self.replay.max_groups and self.async_training.strict_on_policy:
+            raise ValueError("replay trains on older versions' tokens, which strict_on_policy excludes")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:

@@ -79,6 +79,30 @@ class ClosedGroup(Document):
     num_trajectories: int = 0
 
 
+class ReplayedGroup(Document):
+    """A group of an earlier batch, trained once more."""
+
+    group_id: str
+    rows: list[BatchRow]
+
+
+class RememberedRow(Document):
+    """Where one row of a group in the replay buffer stands in the log."""
+
+    trajectory_id: str
+    writer: str
+    seq: int
+
+
+class RememberedGroup(Document):
+    """A group in the replay buffer, every row of it."""
+
+    group_id: str
+    group_size: int
+    num_reuses: int
+    rows: list[RememberedRow]
+
+
 class BatchDocument(Document):
     """batches/<step>.json: written before the update, read again when the step is replayed."""
 
@@ -89,6 +113,7 @@ class BatchDocument(Document):
     closed_untrained: list[ClosedGroup]
     dropped: dict[str, int] = Field(default_factory=dict)  # reason → trajectories that left the log untrained
     dropped_rows: dict[str, list[str]] = Field(default_factory=dict)  # the same, reason → trajectory ids
+    replayed: list[ReplayedGroup] = Field(default_factory=list)  # trained before; not in groups and rows
     read_positions: dict[str, int]  # writer → next seq, as of this batch
     published_version: int = 0  # what lag was measured against: a replay masks the same tokens
     training_version: int = 0  # version the step started from
@@ -128,7 +153,8 @@ class CheckpointDocument(Document):
     low_water: dict[str, int]  # writer → seq below which every record is consumed
     consumed: list[str]  # writer/seq/trajectory_id of rows at or above low water, trained or dropped
     closed_groups: list[str]  # groups at or above low water that are closed
-    totals: dict[str, int]  # books: trained, dropped.<reason>, groups_trained, groups_closed.<reason>
+    totals: dict[str, int]  # books: TrainingQueue.totals
+    replay: list[RememberedGroup] = Field(default_factory=list)  # the replay buffer, oldest first
     seed: int
     created_at: float
 

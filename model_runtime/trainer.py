@@ -33,9 +33,10 @@ from model_runtime.adapters import (
     next_free_version,
     write_version,
 )
+from model_runtime.batch_source import NO_SIGNAL_BATCHES, BatchSource
 from model_runtime.checkpoints import TrainingState, load_latest_checkpoint, save_checkpoint
 from model_runtime.config_file import parse_config
-from model_runtime.documents import BatchDocument, CanaryProbe, CheckpointDocument, VersionDocument
+from model_runtime.documents import CanaryProbe, CheckpointDocument, VersionDocument
 from model_runtime.errors import (
     ConfigError,
     ObjectExistsError,
@@ -55,11 +56,8 @@ if TYPE_CHECKING:
     from model_runtime.learner import Learner
 
 POLL_S = 0.05  # between two looks at the mailbox while waiting
-MAX_QUEUE_POLL_S = 0.25  # between two looks at an idle log
 LOAD_S = 600.0  # the longest sign of life while the model loads
 WORK_S = 300.0  # … during one forward and backward pass, or one store operation
-REPLAY_WAIT_S = 60.0  # for the log to show what a journaled batch has read before
-NO_SIGNAL_BATCHES = 10  # batch-equivalents of groups without signal that end a model
 MAX_CANARY_PROMPT_TOKENS = 256
 
 T = TypeVar("T")
@@ -95,9 +93,6 @@ class FullyAsyncTrainer:
         self._version_tensors: Tensors | None = None
         self._trained_prompt: list[int] | None = None  # the canary's; from the first batch on
         self._checkpoint_step: int | None = None
-        self._journaled: set[int] = set()
-        self._poll_pause_s = POLL_S
-        self._next_poll = 0.0
         self._timings: dict[str, float] = {}
 
     # ------------------------------------------------------------------ the loop
@@ -164,11 +159,11 @@ class FullyAsyncTrainer:
             self._model.model_path, vocab_size=self._learner.policy.vocab_size
         )
         resume = self._restore()
-        self._journaled = {number_in(name) for name in self._store.children(self._layout.batches())}
         self._queue = TrainingQueue(
             self._store, self._layout, self._model,
-            epoch=self._spec.epoch, resume=resume, max_wait_s=self._max_wait_s,
+            epoch=self._spec.epoch, resume=resume, seed=self._seed, max_wait_s=self._max_wait_s,
         )  # fmt: skip
+        self._batches = BatchSource(self._store, self._layout, self._model, self._queue)
         self._metrics = MetricsWriter(
             self._store, self._layout, "steps",
             epoch=self._spec.epoch, incarnation=self._spec.incarnation,
@@ -210,63 +205,21 @@ class FullyAsyncTrainer:
     def _next_batch(self) -> Batch | TrainerState:
         """The next step's batch, or the state in which training ends."""
         step = self._step + 1
-        if step in self._journaled:
-            return self._replayed(step)
+        if self._batches.is_journaled(step):
+            return self._wait(self._batches.replay(step), reason=f"replaying step {step}")
         return self._wait(lambda: self._batch_or_end(step), reason="waiting for finished groups")
 
     def _batch_or_end(self, step: int) -> Batch | TrainerState | None:
-        final = self._control.desired == "drain"  # read before polling: then the log is complete
-        self._poll_queue(at_once=final)
-        batch = self._queue.next_batch(
-            step,
-            published_version=self._control.published_version or 0,
-            training_version=self._version,
-            oldest_open_version=self._control.oldest_open_version,
-            final=final,
-        )
-        report = self._queue.report()
-        self._mailbox.report(queue=report, totals=self._queue.totals())
-        if batch is not None:
-            return batch
-        if final:
-            return "drained"
-        bound = NO_SIGNAL_BATCHES * self._model.batch_size * self._model.async_training.require_batches
-        return "no_signal" if report.closed_groups >= bound and not report.untrained_groups else None
-
-    def _replayed(self, step: int) -> Batch:
-        key = self._layout.batch(step)
-        document = BatchDocument.parse(self._store.get(key), source=self._store.uri(key))
-        deadline = time.monotonic() + REPLAY_WAIT_S
-
-        def poll() -> Batch | None:
-            self._poll_queue(at_once=True)
-            batch = self._queue.replay(document)
-            if batch is None and time.monotonic() > deadline:
-                raise TrainerError(
-                    f"{self._spec.model_id}: {self._store.uri(key)} was made from the log up to "
-                    f"{document.read_positions}, which the log no longer shows: it reads to "
-                    f"{self._queue.report().read_positions}"
-                )
-            return batch
-
-        return self._wait(poll, reason=f"replaying step {step}")
-
-    def _poll_queue(self, *, at_once: bool) -> None:
-        now = time.monotonic()
-        if not at_once and now < self._next_poll:
-            return
-        found = self._queue.poll()
-        self._poll_pause_s = POLL_S if found else min(2 * self._poll_pause_s, MAX_QUEUE_POLL_S)
-        self._next_poll = time.monotonic() + self._poll_pause_s
+        control = self._control  # as read before polling: told to drain, the log is complete
+        found = self._batches.next_or_end(step, control, training_version=self._version)
+        self._mailbox.report(queue=self._queue.report(), totals=self._queue.totals())
+        return found
 
     def _journal(self, batch: Batch) -> None:
         """Make the batch durable before anything is trained on it."""
         self._refuse_if_superseded()
-        if batch.step in self._journaled:
-            return
-        key = self._layout.batch(batch.step)
         try:
-            self._store.put_if_absent(key, batch.document.to_bytes())
+            self._batches.journal(batch)
         except ObjectExistsError as error:
             self._refuse_if_superseded()
             raise TrainerError(

@@ -9,22 +9,30 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from model_runtime.batch_metrics import batch_metrics
-from model_runtime.batch_rows import TrainingRow, with_batch_advantages, without_lone_turns
+from model_runtime.batch_journal import closed_before
+from model_runtime.batch_metrics import batch_metrics, replay_metrics
+from model_runtime.batch_rows import TrainingRow, named_rows, rows_of, with_batch_advantages
 from model_runtime.config import ModelConfig
-from model_runtime.documents import BatchDocument, BatchRow, CheckpointDocument, ClosedGroup
+from model_runtime.documents import (
+    BatchDocument,
+    CheckpointDocument,
+    ClosedGroup,
+    RememberedGroup,
+    ReplayedGroup,
+)
 from model_runtime.errors import CorruptObjectError
 from model_runtime.groups import Group, GroupBook, LogRow, Verdict
-from model_runtime.layout import ModelLayout, number_in
+from model_runtime.layout import ModelLayout
 from model_runtime.log_reader import ConsumptionLedger, LogReader, Position, occurrence
 from model_runtime.protocol import QueueReport
+from model_runtime.replay import ReplayBuffer
+from model_runtime.row_arrays import RowArrays
 from model_runtime.staleness import StalenessBound
 from model_runtime.store import Store
-from model_runtime.types import MemberKey, Shard, Trajectory
+from model_runtime.types import Int8Array, MemberKey, Shard, Trajectory
 
 # The share of settled groups that feed this model moves by a tenth with each group. It never reaches 0:
 # admission divides its room by it.
@@ -50,6 +58,7 @@ class QueueProgress:
     consumed: list[str]
     closed_groups: list[str]
     totals: dict[str, int]
+    replay: list[RememberedGroup]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,7 @@ class TrainingQueue:
     """Tails the log (`poll`), assembles groups, deals out batches (`next_batch`, `replay`), and forgets
     what a batch's document names once that batch was trained (`consume`).
 
+    `seed` draws what is replayed.
     `max_wait_s` bounds one wait for work in flight that would age out; pass the longest life of a group.
     `max_resident_bytes` bounds the arrays held; groups far back in the line are read again when their turn
     comes. `report()` may be called from any thread, everything else from one.
@@ -78,6 +88,7 @@ class TrainingQueue:
         *,
         epoch: int,
         resume: CheckpointDocument | None,
+        seed: int = 0,
         max_wait_s: float = 900.0,
         max_resident_bytes: int = 512 * 2**20,
         clock: Callable[[], float] = time.monotonic,
@@ -92,7 +103,7 @@ class TrainingQueue:
         # Rows that the checkpoint holds as consumed are passed over when they are read again.
         self._consumed_before = Counter(resume.consumed if resume else ())
         self._book = GroupBook(
-            model.objective, retired=_closed_before(store, layout, resume) if resume else ()
+            model.objective, retired=closed_before(store, layout, resume) if resume else ()
         )
         self._ready: dict[str, Group] = {}  # usable, in closing order
         self._closed: dict[str, ClosedGroup] = {}  # unusable, not yet named by a batch's document
@@ -100,11 +111,14 @@ class TrainingQueue:
         self._totals: Counter[str] = Counter(resume.totals if resume else {})
         self._trained: list[tuple[int, int]] = []  # (version trained from, groups), not yet published
         self._feed_share = 1.0
-        self._resident_bytes = 0
-        self._max_resident_bytes = max_resident_bytes
+        self._arrays = RowArrays(self._reader, max_bytes=max_resident_bytes)
+        self._replay = ReplayBuffer(model, seed=seed)
+        if resume is not None:
+            self._replay.restore(resume.replay, self._reader)
         self._clock = clock
         self._abandoned_after_s = 2 * max_wait_s
         self._bound = StalenessBound(model.async_training, max_wait_s=max_wait_s, clock=clock)
+        self._short_since: float | None = None  # there is work, and less than a batch
         self._closed_in_a_row = 0  # groups closed untrained since one was last usable
         self._report = self._make_report()
 
@@ -116,11 +130,19 @@ class TrainingQueue:
         num_records = 0
         for position, shard in self._reader.new_shards():
             self._enter(position, shard)
-            self._release_arrays()
+            self._arrays.fit(self._furthest_first())
             num_records += len(shard.trajectories) + len(shard.refused) + len(shard.settlements)
         self._ledger.advance(self._reader.next_seq)
         self._report = self._make_report()
         return num_records
+
+    def _furthest_first(self) -> list[Group]:
+        """Whose arrays can be missed: open groups, then the end of the line; the next batch keeps its own."""
+        return [*self._book.open_groups(), *reversed(list(self._ready.values())[self._wanted :])]
+
+    @property
+    def _wanted(self) -> int:
+        return self._model.batch_size * self._settings.require_batches
 
     @property
     def quarantined(self) -> Mapping[Position, CorruptObjectError]:
@@ -156,7 +178,7 @@ class TrainingQueue:
             self._drops.append(_Drop(position, key, "duplicate"))
             return None
         row = LogRow.of(trajectory, position, self._model.objective)
-        self._resident_bytes += row.num_bytes
+        self._arrays.hold(row)
         return row
 
     def _drop_unless_done(self, position: Position, trajectory_id: str, reason: str) -> None:
@@ -174,7 +196,7 @@ class TrainingQueue:
 
     def _drop(self, row: LogRow, reason: str) -> None:
         self._drops.append(_Drop(row.position, row.trajectory_id, reason))
-        self._let_go(row)
+        self._arrays.let_go(row)
 
     def _enqueue(self, group: Group) -> None:
         verdict = _verdict(group)
@@ -194,7 +216,7 @@ class TrainingQueue:
             group_id=group.group_id, reason=reason, num_trajectories=len(group.rows)
         )
         for row in group.rows:
-            self._let_go(row)
+            self._arrays.let_go(row)
 
     # ------------------------------------------------------------------ dealing out
 
@@ -208,23 +230,36 @@ class TrainingQueue:
         final: bool,
     ) -> Batch | None:
         """The oldest `batch_size × require_batches` usable groups, or None while there are too few, or
-        while training them would make work in flight age out. `final`: whatever is there, unless nothing.
+        while training them would make work in flight age out. After `async_training.max_wait_s` fewer will
+        do, filled up from the replay buffer. `final`: whatever is there, unless nothing.
 
         Consumes nothing: without `consume` the next call deals out the same groups again.
         """
         self._forget_published(published_version)
         self._close_aged(published_version, training_version)
         self._close_abandoned()
-        wanted = self._model.batch_size * self._settings.require_batches
         unfinished = [oldest_open_version, *(group.oldest_version for group in self._book.open_groups())]
+        late = self._is_late()
         batch = None
-        if len(self._ready) >= (1 if final else wanted) and (
+        if len(self._ready) >= (1 if final or late else self._wanted) and (
             final or not self._bound.must_wait(unfinished, step=step, training=training_version)
         ):
-            groups = self._choose(wanted, step, training_version)
-            batch = self._assemble(step, groups, published_version, training_version)
+            groups = self._choose(self._wanted, step, training_version)
+            missing = self._wanted - len(groups) if late else 0
+            replayed = self._replay.choose(step, missing, published=published_version)
+            batch = self._assemble(step, groups, replayed, published_version, training_version)
         self._report = self._make_report()
         return batch
+
+    def _is_late(self) -> bool:
+        """Has a batch that is too small waited for more groups long enough?"""
+        limit_s = self._settings.max_wait_s
+        if limit_s is None or not 0 < len(self._ready) < self._wanted:
+            self._short_since = None
+            return False
+        now = self._clock()
+        self._short_since = now if self._short_since is None else self._short_since
+        return now - self._short_since >= limit_s
 
     def replay(self, document: BatchDocument) -> Batch | None:
         """The batch of this document again, bit for bit; None until its part of the log has been read.
@@ -238,12 +273,26 @@ class TrainingQueue:
             if entry.reason == "cancelled":
                 self._book.abandon(entry.group_id)
         closed = [self._complete(document, entry.group_id) for entry in document.closed_untrained]
-        rows = self._training_rows(groups, document.published_version, document.training_version)
-        if [row.trajectory.trajectory_id for row in rows] != [row.trajectory_id for row in document.rows]:
+        replayed = [self._replay.group(entry.group_id) for entry in document.replayed]
+        if None in replayed:
+            raise CorruptObjectError(
+                f"{self._layout.batch(document.step)}: a group it replays is not in the replay buffer"
+            )
+        replayed = [group for group in replayed if group is not None]
+        rows = self._training_rows(groups, replayed, document.published_version, document.training_version)
+        named = [*document.rows, *(row for entry in document.replayed for row in entry.rows)]
+        if [row.trajectory.trajectory_id for row in rows] != [row.trajectory_id for row in named]:
             raise CorruptObjectError(
                 f"{self._layout.batch(document.step)}: the log gives other rows for this step"
             )
+        return self._batch(document, rows, groups, closed)
+
+    def _batch(
+        self, document: BatchDocument, rows: list[TrainingRow], groups: list[Group], closed: list[Group]
+    ) -> Batch:
         metrics = batch_metrics(rows, groups, closed, published_version=document.published_version)
+        if self._replay.is_on:
+            metrics |= replay_metrics(document.replayed)
         return Batch(document.step, tuple(rows), document, metrics)
 
     def _complete(self, document: BatchDocument, group_id: str) -> Group:
@@ -279,16 +328,20 @@ class TrainingQueue:
         )
         return line[:wanted]
 
-    def _assemble(self, step: int, groups: list[Group], published: int, training: int) -> Batch:
-        rows = self._training_rows(groups, published, training)
+    def _assemble(
+        self, step: int, groups: list[Group], replayed: list[Group], published: int, training: int
+    ) -> Batch:
+        rows = self._training_rows(groups, replayed, published, training)
         dropped = self._dropped_rows(groups, {row.trajectory.trajectory_id for row in rows})
         closed = [self._complete_closed(name) for name in self._closed]
-        places = {row.trajectory_id: row.position for group in groups for row in group.rows}
         document = BatchDocument(
             step=step,
             epoch=self._epoch,
             groups=[group.group_id for group in groups],
-            rows=[_batch_row(row.trajectory, places[row.trajectory.trajectory_id]) for row in rows],
+            rows=named_rows(rows, groups),
+            replayed=[
+                ReplayedGroup(group_id=group.group_id, rows=named_rows(rows, [group])) for group in replayed
+            ],
             closed_untrained=list(self._closed.values()),
             dropped={reason: len(ids) for reason, ids in dropped.items()},
             dropped_rows=dropped,
@@ -297,29 +350,23 @@ class TrainingQueue:
             training_version=training,
             created_at=time.time(),
         )
-        return Batch(
-            step, tuple(rows), document, batch_metrics(rows, groups, closed, published_version=published)
-        )
+        return self._batch(document, rows, groups, closed)
 
     def _complete_closed(self, group_id: str) -> Group:
         group = self._book.complete(group_id)
         assert group is not None, f"closed group {group_id} left the book before a document named it"
         return group
 
-    def _training_rows(self, groups: list[Group], published: int, training: int) -> list[TrainingRow]:
-        self._load_arrays(groups)
-        rows = []
-        for group in groups:
-            verdict = _verdict(group)
-            for row in sorted(group.rows, key=lambda r: r.order):
-                advantage = verdict.advantages.get(row.trajectory_id)
-                if advantage is None or row.trajectory is None:
-                    continue
-                turns = verdict.turn_advantages.get(row.trajectory_id)
-                mask = self._bound.loss_mask(row.trajectory, published=published, training=training)
-                mask = without_lone_turns(mask, row.trajectory, turns)
-                if mask.any():
-                    rows.append(TrainingRow(row.trajectory, row.reward or 0.0, advantage, mask, turns))
+    def _training_rows(
+        self, groups: list[Group], replayed: list[Group], published: int, training: int
+    ) -> list[TrainingRow]:
+        self._arrays.load(groups)
+
+        def fresh(trajectory: Trajectory) -> Int8Array:
+            return self._bound.loss_mask(trajectory, published=published, training=training)
+
+        rows = [row for group in groups for row in rows_of(group, fresh)]
+        rows += [row for g in replayed for row in rows_of(g, self._replay.loss_mask(published))]
         return with_batch_advantages(rows, self._model.objective)
 
     def _dropped_rows(self, groups: list[Group], trained: set[str]) -> dict[str, list[str]]:
@@ -343,15 +390,25 @@ class TrainingQueue:
         for group_id in [*document.groups, *(entry.group_id for entry in document.closed_untrained)]:
             self._ready.pop(group_id, None)
             self._closed.pop(group_id, None)
-            group = self._book.retire(group_id)
+            group, trained = self._book.retire(group_id), group_id in document.groups
             for position in group.positions:
                 self._ledger.consume_settlement(position)
             for row in group.rows:
                 self._ledger.consume_row(row.position, row.trajectory_id)
-                self._let_go(row)
+                if self._replay.is_on and trained:
+                    self._arrays.hand_over(row)
+                else:
+                    self._arrays.let_go(row)
+            if trained:
+                self._replay.add(group)
+        self._replay.used(document)
+        self._short_since = None
         self._consume_drops(document)
         self._totals["trained"] += len(document.rows)
         self._totals["groups_trained"] += len(document.groups)
+        for entry in document.replayed:
+            self._totals["groups_replayed"] += 1
+            self._totals["replayed"] += len(entry.rows)
         for reason, ids in document.dropped_rows.items():
             self._totals[f"dropped.{reason}"] += len(ids)
         for entry in document.closed_untrained:
@@ -401,7 +458,8 @@ class TrainingQueue:
         )
 
     def totals(self) -> dict[str, int]:
-        """Books: trained, dropped.<reason>, groups_trained, groups_closed.<reason>, quarantined_shards.
+        """Books: trained, dropped.<reason>, groups_trained, groups_closed.<reason>, quarantined_shards, and
+        replayed and groups_replayed, which count each reuse.
         What no batch's document names yet is not in them."""
         totals = dict(self._totals)
         if self.quarantined:
@@ -415,63 +473,10 @@ class TrainingQueue:
             consumed=sorted(self._ledger.consumed()),
             closed_groups=sorted(g for g in self._ledger.groups() if self._book.is_retired(g)),
             totals=dict(self._totals),
+            replay=self._replay.remembered(),
         )
-
-    # ------------------------------------------------------------------ memory
-
-    def _let_go(self, row: LogRow) -> None:
-        if row.trajectory is not None:
-            row.trajectory = None
-            self._resident_bytes -= row.num_bytes
-
-    def _release_arrays(self) -> None:
-        """Let arrays go, from the end of the line, until they fit; the next batch keeps its own."""
-        if self._resident_bytes <= self._max_resident_bytes:
-            return
-        next_up = self._model.batch_size * self._settings.require_batches
-        for group in [*self._book.open_groups(), *reversed(list(self._ready.values())[next_up:])]:
-            for row in group.rows:
-                self._let_go(row)
-            if self._resident_bytes <= self._max_resident_bytes:
-                return
-
-    def _load_arrays(self, groups: list[Group]) -> None:
-        missing: dict[Position, list[LogRow]] = {}
-        for row in (row for group in groups for row in group.rows if row.trajectory is None):
-            missing.setdefault(row.position, []).append(row)
-        for position, rows in missing.items():
-            found = {t.trajectory_id: t for t in self._reader.reread(position).trajectories}
-            for row in rows:
-                row.trajectory = found[row.trajectory_id]
-                self._resident_bytes += row.num_bytes
 
 
 def _verdict(group: Group) -> Verdict:
     assert group.verdict is not None, f"group {group.group_id} is not complete"
     return group.verdict
-
-
-def _batch_row(trajectory: Trajectory, position: Position) -> BatchRow:
-    return BatchRow(
-        trajectory_id=trajectory.trajectory_id,
-        writer=position[0],
-        seq=position[1],
-        agent_id=trajectory.agent_id,
-        policy_version=trajectory.policy_version,
-    )
-
-
-def _closed_before(store: Store, layout: ModelLayout, resume: CheckpointDocument) -> Iterator[str]:
-    """Groups that steps up to the checkpoint trained or closed, so that a late copy of one can't open it
-    again. Those at or above the low-water marks stand in the checkpoint itself."""
-    yield from resume.closed_groups
-
-    def read(name: str) -> BatchDocument:
-        key = f"{layout.batches()}/{name}"
-        return BatchDocument.parse(store.get(key), source=store.uri(key))
-
-    names = [name for name in store.children(layout.batches()) if number_in(name) <= resume.step]
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        for document in pool.map(read, names):
-            yield from document.groups
-            yield from (entry.group_id for entry in document.closed_untrained)

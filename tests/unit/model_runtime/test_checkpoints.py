@@ -20,7 +20,11 @@ from model_runtime.layout import RunLayout
 
 LAYOUT = RunLayout("run").model("planner")
 PROGRESS = SimpleNamespace(
-    low_water={"e00001-00001": 3}, consumed=["b", "a"], closed_groups=["g1"], totals={"trained": 12}
+    low_water={"e00001-00001": 3},
+    consumed=["b", "a"],
+    closed_groups=["g1"],
+    totals={"trained": 12},
+    replay=[],
 )
 
 

@@ -147,6 +147,25 @@ BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
         [((*FIRST, "objective"), {"baseline_key": "group", "turn_discount": 0.5})],
         ["baseline_key can't be group"],
     ),
+    "replay that never comes": (
+        [((*FIRST, "replay"), {"max_groups": 8})],
+        ["replay fills up late batches", "async_training.max_wait_s"],
+    ),
+    "replay on policy": (
+        [
+            ((*FIRST, "replay"), {"max_groups": 8}),
+            (
+                (*FIRST, "async_training"),
+                {
+                    "strict_on_policy": True,
+                    "trigger_parameter_sync_step": 1,
+                    "staleness_threshold": 0,
+                    "max_wait_s": 1,
+                },
+            ),
+        ],
+        ["replay trains on older versions' tokens", "strict_on_policy"],
+    ),
     "discount above 1": (
         [((*FIRST, "objective"), {"turn_discount": 1.5})],
         ["objective.turn_discount", "less than or equal to 1"],

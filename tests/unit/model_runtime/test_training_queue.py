@@ -469,13 +469,13 @@ def test_arrays_beyond_the_bound_are_read_again_when_they_are_needed(store):
     free, tight = queue(store), queue(store, max_resident_bytes=260)
     for q in (free, tight):
         q.poll()
-    assert tight._resident_bytes <= 260 < free._resident_bytes
+    assert tight._arrays.num_bytes <= 260 < free._arrays.num_bytes
     for step in range(1, 7):
         a, b = dealt(free, step), dealt(tight, step)
         assert contents(a) == contents(b)
         free.consume(a)
         tight.consume(b)
-    assert free._resident_bytes == tight._resident_bytes == 0
+    assert free._arrays.num_bytes == tight._arrays.num_bytes == 0
 
 
 # ------------------------------------------------------------------ again after a crash
