@@ -106,11 +106,11 @@ class ParsedStream:
         await asyncio.gather(self._task, return_exceptions=True)
 
     def settle(self, answer: Answer) -> Answer:
-        content, reasoning = answer.content, answer.reasoning or ""
+        content, reasoning = answer.content, answer.reasoning
         return replace(
             answer,
             content=content if content.startswith(self._content) else self._content,
-            reasoning=(reasoning if reasoning.startswith(self._reasoning) else self._reasoning) or None,
+            reasoning=reasoning if (reasoning or "").startswith(self._reasoning) else self._reasoning,
         )
 
     def _look(self) -> None:

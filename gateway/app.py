@@ -136,6 +136,7 @@ class Gateway:
             max_sessions=config.gateway.max_sessions,
             idle_s=config.gateway.session_idle_s,
             journal=self._journal,
+            allow_off_policy=config.gateway.allow_off_policy_sampling,
         )
         self.router = MultiModelGatewayRouter(
             config, routes=self.routes, bindings=self.bindings, metrics=self.metrics
@@ -253,6 +254,7 @@ class Gateway:
             finalized_rows=tally.finalized_rows,
             sampled_tokens=tally.sampled_tokens,
             tokens_per_s=self.metrics.tokens_per_s(binding.model_id),
+            template_problem=binding.codec.splice_problem if binding.codec else None,
         )
 
     async def _read_desired(self) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from gateway.codec import TextMark
-from gateway.conversation import ConversationKey, Digest, ToolCall
+from gateway.conversation import ConversationKey, Digest, Message, ToolCall
 from model_runtime.errors import InvalidTrajectoryError
 from model_runtime.types import Float32Array, Int32Array, MemberKey, Rewards, Trajectory, Turn, trajectory_id
 
@@ -81,6 +81,7 @@ class SampledTurn:
     top_k: int
     started_at: float
     ended_at: float
+    off_policy: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def version_min(self) -> int:
@@ -99,6 +100,7 @@ class Point:
     tip: Digest  # and with the answer
     num_messages: int
     mark: TextMark  # of the text the answer was sampled after
+    reasoning: str | None = None  # of the answer, for agents that leave it out when they send it back
 
 
 @dataclass(slots=True, eq=False)
@@ -130,6 +132,17 @@ class Chain:
 
     def _end(self, num_turns: int) -> int:
         return self.turns[num_turns - 1].end if num_turns else 0
+
+    def with_reasoning(self, messages: Sequence[Message], num_turns: int) -> list[Message]:
+        """The messages up to and with the answer of the last of these turns, each answer with the reasoning
+        it came with: whether that belongs into the prompt is the template's to say, not the agent's."""
+        told = list(messages[: self.points[num_turns - 1].num_messages])
+        for point in self.points[:num_turns]:
+            message = told[point.num_messages - 1]
+            if point.reasoning is not None and "reasoning_content" not in message:
+                both = {"reasoning": point.reasoning, "reasoning_content": point.reasoning}
+                told[point.num_messages - 1] = message | both
+        return told
 
     def cut(self, num_turns: int) -> None:
         """Forget later turns, and the context before them."""
@@ -200,13 +213,15 @@ class AgentChains:
         answer: str,
         mark: TextMark,
         tool_calls: Sequence[ToolCall] = (),
+        reasoning: str | None = None,
         num_turns: int | None = None,
     ) -> None:
         """Append a turn after the first `num_turns` (None: after all). `key` is the request's conversation,
         `answer` and `tool_calls` what was given back for it: together they recognise the agent's next
         request."""
         tip = key.with_answer(answer, tool_calls)
-        self.append(chain, turn, Point(key.digests[-1], tip, len(key) + 1, mark), num_turns=num_turns)
+        point = Point(key.digests[-1], tip, len(key) + 1, mark, reasoning)
+        self.append(chain, turn, point, num_turns=num_turns)
 
     def append(self, chain: Chain, turn: SampledTurn, point: Point, *, num_turns: int | None = None) -> None:
         """`commit`, where the chain's next point is known."""
@@ -266,6 +281,7 @@ def _turn(turn: SampledTurn, *, index: int, start: int, end: int) -> Turn:
         rewards={},
         started_at=turn.started_at,
         ended_at=turn.ended_at,
+        off_policy=turn.off_policy,
     )
 
 

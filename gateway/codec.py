@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -31,6 +31,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from gateway.conversation import Message, Tool
+from gateway.template_probe import splice_problem
 from model_runtime.documents import TokenizerDocument
 from model_runtime.errors import CorruptObjectError, InvalidRequestError
 from model_runtime.types import Int32Array
@@ -38,10 +39,10 @@ from model_runtime.types import Int32Array
 # Encoding costs about 1 µs a token. Above this many characters it leaves the event loop's thread.
 OFF_LOOP_CHARS = 4000
 
-Rendered = TypeVar("Rendered")
+TemplateArguments = Mapping[str, Any]
+"""What a request hands to the template beside its messages and tools (`enable_thinking`, …)."""
 
-# Assistant answers that templates are known to rewrite when they render them as history.
-_PROBES = ("plain", "<think>\nwhy\n</think>\n\nplain", " led by a space", "two\nlines\n")
+Rendered = TypeVar("Rendered")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,20 @@ class RenderedPrompt:
 
     ids: Int32Array
     mark: TextMark  # of the whole conversation's text
+
+
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """An answer, the last of `messages`, and what stands around it."""
+
+    messages: Sequence[Message]
+    new_messages: Sequence[Message]
+    tools: Sequence[Tool]
+    arguments: TemplateArguments | None
+
+    @property
+    def answer(self) -> Message:
+        return self.messages[-1]
 
 
 class ChatCodec:
@@ -94,7 +109,7 @@ class ChatCodec:
         self._sentinel = f"[[answer-{secrets.token_hex(12)}]]"
         self.eos_token_ids = tuple(document.eos_token_ids)
         self.max_model_len = document.max_model_len
-        self.splice_problem = self._probe_splicing()
+        self.splice_problem = splice_problem(self.render_text, document.chat_template)
 
     # -------------------------------------------------------------- rendering
 
@@ -103,11 +118,13 @@ class ChatCodec:
         messages: Sequence[Message],
         *,
         tools: Sequence[Tool] = (),
+        arguments: TemplateArguments | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
         """The template's text. Raises InvalidRequestError where the template refuses the messages."""
         try:
             return self._template.render(
+                dict(arguments or {}),
                 messages=[_for_template(message) for message in messages],
                 tools=list(tools) or None,
                 documents=None,
@@ -125,9 +142,14 @@ class ChatCodec:
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.int32)
 
-    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> RenderedPrompt:
+    def render_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        arguments: TemplateArguments | None = None,
+    ) -> RenderedPrompt:
         """The whole conversation, for the start of a chain."""
-        text = self.render_text(messages, tools=tools)
+        text = self.render_text(messages, tools=tools, arguments=arguments)
         return RenderedPrompt(self.encode(text), TextMark.of(text))
 
     def render_continuation(
@@ -138,20 +160,25 @@ class ChatCodec:
         last_id: int,
         before: TextMark | None = None,
         tools: Sequence[Tool] = (),
+        arguments: TemplateArguments | None = None,
         sampled_ids: Sequence[int] = (),
     ) -> RenderedPrompt | None:
         """The ids that follow a chain whose last sampled id is `last_id`.
 
         `messages` ends with the assistant's answer; `before` marks the text that answer was sampled after,
-        `sampled_ids` is what was sampled (asked for only where the answer is more than text).
+        `sampled_ids` is what was sampled.
         None: the template does not write the earlier text unchanged, so the chain can't be continued.
         """
-        whole = self.render_text([*messages, *new_messages], tools=tools)
+        whole = self.render_text([*messages, *new_messages], tools=tools, arguments=arguments)
+        around = _Around(messages, new_messages, tools, arguments)
         if is_text(messages[-1]):
-            tail = self._text_after_answer(messages, new_messages, tools, whole=whole, before=before)
+            # An answer cut before a stop string does not say all that was sampled.
+            if len(sampled_ids) and self.decode(sampled_ids) != messages[-1]["content"]:
+                return None
+            tail = self._text_after_answer(around, whole=whole, before=before)
         else:
             sampled = self._text_of_turn(sampled_ids)
-            tail = self._text_after_calls(messages, new_messages, tools, sampled, whole=whole, before=before)
+            tail = self._text_after_calls(around, sampled, whole=whole, before=before)
         if tail is None:
             return None
         ids = self.encode(tail)
@@ -160,11 +187,16 @@ class ChatCodec:
             ids = ids[1:]
         return RenderedPrompt(ids, TextMark.of(whole))
 
-    async def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> RenderedPrompt:
+    async def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        arguments: TemplateArguments | None = None,
+    ) -> RenderedPrompt:
         """`render_prompt`, off the event loop's thread when it is long."""
         if _num_chars(messages) > OFF_LOOP_CHARS:
-            return await _off_loop(self.render_prompt, messages, tools)
-        return self.render_prompt(messages, tools)
+            return await _off_loop(self.render_prompt, messages, tools, arguments)
+        return self.render_prompt(messages, tools, arguments)
 
     async def continuation(
         self, messages: Sequence[Message], new_messages: Sequence[Message], **proof: Any
@@ -180,9 +212,18 @@ class ChatCodec:
         """The text, without special tokens."""
         return self._tokenizer.decode(_plain(ids), skip_special_tokens=True)
 
+    def decode_all(self, ids: Sequence[int] | Int32Array) -> str:
+        """The text with its special tokens."""
+        return self._tokenizer.decode(_plain(ids), skip_special_tokens=False)
+
     def token_texts(self, ids: Sequence[int] | Int32Array) -> list[str]:
         """Each id's own text, special tokens included."""
         return self._tokenizer.decode_batch([[id_] for id_ in _plain(ids)], skip_special_tokens=False)
+
+    def top_texts(self, tops: Sequence[Sequence[tuple[int, float]]]) -> list[list[tuple[str, float]]]:
+        """Likeliest tokens as texts instead of ids."""
+        texts = iter(self.token_texts([id_ for top in tops for id_, _ in top]))
+        return [[(next(texts), logprob) for _, logprob in top] for top in tops]
 
     def special_token_id(self, text: str) -> int | None:
         """The id of the special token that reads `text`, if there is one."""
@@ -190,35 +231,19 @@ class ChatCodec:
 
     # -------------------------------------------------------------- the proof
 
-    def _text_after_answer(
-        self,
-        messages: Sequence[Message],
-        new_messages: Sequence[Message],
-        tools: Sequence[Tool],
-        *,
-        whole: str,
-        before: TextMark | None,
-    ) -> str | None:
-        """What the template writes after the last of `messages`, found by a sentinel in its place.
+    def _text_after_answer(self, around: _Around, *, whole: str, before: TextMark | None) -> str | None:
+        """What the template writes after the answer, found by a sentinel in its place.
 
         None unless `whole` is exactly: the text marked by `before`, the answer, and that."""
-        answer = messages[-1]["content"]
-        head, tail = self._around_answer(messages, new_messages, tools)
-        if tail is None or whole != head + answer + tail:
+        head, tail = self._around_answer(around)
+        if tail is None or whole != head + around.answer["content"] + tail:
             return None
         if before is not None and TextMark.of(head) != before:
             return None
         return tail
 
     def _text_after_calls(
-        self,
-        messages: Sequence[Message],
-        new_messages: Sequence[Message],
-        tools: Sequence[Tool],
-        sampled: str,
-        *,
-        whole: str,
-        before: TextMark | None,
+        self, around: _Around, sampled: str, *, whole: str, before: TextMark | None
     ) -> str | None:
         """As `_text_after_answer`, for an answer with tool calls or reasoning, which the template writes in
         a form of its own.
@@ -231,7 +256,7 @@ class ChatCodec:
         if rest.startswith(sampled):
             return rest[len(sampled) :]
         try:
-            _, tail = self._around_answer(messages, new_messages, tools)
+            _, tail = self._around_answer(around)
         except InvalidRequestError:
             return None  # a template that wants tool messages after calls only
         if tail is None or not rest.endswith(tail):
@@ -239,14 +264,13 @@ class ChatCodec:
         written = rest[: len(rest) - len(tail)]
         return tail if "".join(written.split()) == "".join(sampled.split()) else None
 
-    def _around_answer(
-        self, messages: Sequence[Message], new_messages: Sequence[Message], tools: Sequence[Tool]
-    ) -> tuple[str, str | None]:
-        """The template's text before and after the last of `messages`, were it only text."""
-        stand_in = {"role": messages[-1]["role"], "content": self._sentinel}
-        if "name" in messages[-1]:
-            stand_in["name"] = messages[-1]["name"]
-        marked = self.render_text([*messages[:-1], stand_in, *new_messages], tools=tools)
+    def _around_answer(self, around: _Around) -> tuple[str, str | None]:
+        """The template's text before and after the answer, were it only text."""
+        stand_in = {"role": around.answer["role"], "content": self._sentinel}
+        if "name" in around.answer:
+            stand_in["name"] = around.answer["name"]
+        messages = [*around.messages[:-1], stand_in, *around.new_messages]
+        marked = self.render_text(messages, tools=around.tools, arguments=around.arguments)
         head, found, tail = marked.partition(self._sentinel)
         return head, tail if found and self._sentinel not in tail else None
 
@@ -255,22 +279,7 @@ class ChatCodec:
         kept = _plain(ids)
         if kept and kept[-1] in self.eos_token_ids:
             kept = kept[:-1]
-        return self._tokenizer.decode(kept, skip_special_tokens=False)
-
-    def _probe_splicing(self) -> str | None:
-        """What this template rewrites when it renders an earlier answer; None: nothing that was tried."""
-        for answer in _PROBES:
-            opening: list[Message] = [{"role": "user", "content": "question"}]
-            so_far = [*opening, {"role": "assistant", "content": answer}]
-            follow_up: list[Message] = [{"role": "user", "content": "and then?"}]
-            try:
-                before = TextMark.of(self.render_text(opening))
-                spliced = self.render_continuation(so_far, follow_up, last_id=-1, before=before)
-            except InvalidRequestError as error:
-                return f"it refuses a plain conversation: {error}"
-            if spliced is None:
-                return f"it does not render an earlier answer {answer!r} as it was"
-        return None
+        return self.decode_all(kept)
 
 
 # Threads of their own: a burst of long prompts must not keep the store's writes waiting.

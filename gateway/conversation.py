@@ -7,7 +7,7 @@ with their arguments as an object, the id of the call a tool message answers, an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from model_runtime.types import Float32Array, Int32Array
 Message = dict[str, Any]
 Tool = dict[str, Any]
 Digest = bytes
+TopTexts = Sequence[Sequence[tuple[str, float]]]
+"""For each token the likeliest ones in its place, with their logprobs, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,15 @@ class ChatCall:
     sampling: Settings
     stop: tuple[str, ...] = ()
     tools: tuple[Tool, ...] = ()
+    tool_choice: str | dict[str, Any] = "auto"  # else "required", or a function in OpenAI's shape
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    num_choices: int = 1  # answers, each a chain of its own
+    num_top_logprobs: int = 0  # likeliest tokens to name beside each sampled one
+
+    @property
+    def forces_call(self) -> bool:
+        """A grammar lets the model say nothing but a call."""
+        return self.tool_choice != "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,6 +72,9 @@ class ChatReply:
     created_at: float
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    top_logprobs: TopTexts = ()  # one for each token, when they were asked for
+    stopped_by: str | None = None  # the stop string that ended it
+    siblings: tuple[ChatReply, ...] = ()  # the further choices of a call that asked for several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,6 +92,8 @@ class ReplyDelta:
     reasoning: str = ""
     logprobs: Sequence[float] = ()
     token_texts: Sequence[str] | None = None  # one for each logprob, when they were asked for
+    top_logprobs: TopTexts = ()
+    choice: int = 0
 
     @property
     def policy_version_max(self) -> int:
@@ -104,17 +120,25 @@ class Answer:
 
 
 class ConversationKey:
-    """Rolling digests of a conversation: `digests[k]` identifies messages 0 … k and the tools offered.
+    """Rolling digests of a conversation: `digests[k]` identifies messages 0 … k, the tools offered and the
+    template's arguments.
 
     Role, content, name and tool calls count. Ids of tool calls do not, nor how their arguments' JSON is
     written, nor reasoning: agents make up ids, re-serialise arguments and leave reasoning out."""
 
     __slots__ = ("_rolling", "digests", "roles")
 
-    def __init__(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> None:
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         self._rolling = hashlib.blake2b(digest_size=16)
         if tools:
             self._rolling.update(msgspec.json.encode(tools, order="deterministic"))
+        if template_arguments:
+            self._rolling.update(b"\0" + msgspec.json.encode(template_arguments, order="deterministic"))
         self.digests: list[Digest] = []
         self.roles = [message["role"] for message in messages]
         for message in messages:

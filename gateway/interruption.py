@@ -67,6 +67,7 @@ class Pieces:
             last,
             token_ids=np.concatenate([piece.token_ids for piece in pieces]),
             logprobs=np.concatenate([piece.logprobs for piece in pieces]),
+            top_logprobs=[top for piece in pieces for top in piece.top_logprobs],
             num_prompt_tokens=first.num_prompt_tokens,
             num_cached_tokens=first.num_cached_tokens,
         )

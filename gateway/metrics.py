@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import prometheus_client as prometheus
 
 from gateway.bindings import GatewayBindingRegistry
+from gateway.chains import Chain
 from model_runtime.types import DEFAULT_COMPONENT, Trajectory
 
 RATE_WINDOW_S = 30.0
@@ -86,6 +87,9 @@ class GatewayMetrics:
         self._rollbacks = counter("rollbacks", "Last turns taken back: the agent rewrote them", "model")
         self._rolled_back = counter("rolled_back_tokens", "Sampled tokens of those turns", "model")
         self._ambiguous = counter("ambiguous_rewrites", "Rewritten answers of more than one chain", "model")
+        self._discarded = counter(
+            "discarded_tokens", "Sampled tokens in no trajectory, by what became of them", "model", "reason"
+        )
         self._no_room = counter("out_of_room", "Answers cut to nothing: the context was full", "model")
         self._refused = counter("refused_requests", "Requests beyond a bound of the config", "bound")
         self._rows = counter("trajectories", "Trajectories by what became of them", "model", "outcome")
@@ -95,6 +99,7 @@ class GatewayMetrics:
         self._running = gauge("running_requests", "Generations in flight")
         self._waiting = gauge("waiting_requests", "Model calls that wait for a ready model")
         self._ready = gauge("model_ready", "1 when the model can be asked")
+        self._rewrites = gauge("template_rewrites", "1 when the chat template rewrites earlier answers")
         self._version = gauge("published_version", "Version new requests are answered with")
 
     def count_request(self, agent_id: str, status_code: int) -> None:
@@ -125,6 +130,13 @@ class GatewayMetrics:
         self._rollbacks.labels(model_id).inc()
         self._rolled_back.labels(model_id).inc(num_tokens)
 
+    def count_discarded(self, model_id: str, reason: str, num_tokens: int) -> None:
+        """Tokens that were sampled and are in no trajectory: `cancelled` (nobody waited any more), `broken`
+        (the attempt broke off), `refused` (their record breaks an invariant), or the status of an execution
+        that leaves no rows. Those of turns taken back are counted as rolled back."""
+        if num_tokens:
+            self._discarded.labels(model_id, reason).inc(num_tokens)
+
     def count_ambiguous(self, model_id: str) -> None:
         self._ambiguous.labels(model_id).inc()
 
@@ -153,9 +165,11 @@ class GatewayMetrics:
         for agent_id, value in rewards.items():
             self.rewards.setdefault(agent_id, RewardTally()).add(value)
 
-    def count_unrecorded(self, model_id: str, outcome: str, count: int = 1) -> None:
+    def count_unrecorded(self, model_id: str, outcome: str, chains: Sequence[Chain]) -> None:
         """Chains that reach no log: `refused` (an invariant is broken) or the status they ended with."""
-        self._rows.labels(model_id, outcome).inc(count)
+        self._rows.labels(model_id, outcome).inc(len(chains))
+        num_tokens = sum(turn.end - turn.start for chain in chains for turn in chain.turns)
+        self.count_discarded(model_id, outcome, num_tokens)
 
     def tokens_per_s(self, model_id: str) -> float:
         """Sampled tokens per second over the last half minute."""
@@ -169,6 +183,8 @@ class GatewayMetrics:
             self._running.labels(binding.model_id).set(binding.running)
             self._waiting.labels(binding.model_id).set(binding.waiting)
             self._ready.labels(binding.model_id).set(bindings.is_ready(binding.model_id))
+            if binding.codec is not None:
+                self._rewrites.labels(binding.model_id).set(binding.codec.splice_problem is not None)
             if binding.published_version is not None:
                 self._version.labels(binding.model_id).set(binding.published_version)
         return prometheus.generate_latest(self.registry)

@@ -5,13 +5,16 @@ agent → model → ready binding → chain → ids → that model's server → 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from gateway.bindings import GatewayBindingRegistry, ModelBinding
@@ -22,10 +25,10 @@ from gateway.conversation import ChatCall, ChatReply, ConversationKey, DeltaSink
 from gateway.metrics import GatewayMetrics
 from gateway.route_table import AgentModelRouteTable
 from gateway.sampler import Sampled, Sampler, Sampling, or_ask_again
-from gateway.sampling import Settings, merge_settings
+from gateway.sampling import Settings, merge_settings, off_policy_settings
 from gateway.session import Session
 from model_runtime.config import RunConfig
-from model_runtime.errors import InvalidRequestError, LimitExceededError
+from model_runtime.errors import ConflictError, InvalidRequestError, LimitExceededError
 from model_runtime.types import Int32Array
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,10 @@ class _Prepared:
     key: ConversationKey
     new_ids: Int32Array
     mark: TextMark
+
+    @property
+    def is_new(self) -> bool:
+        return self.match.chain.index is None
 
     @property
     def num_context_tokens(self) -> int:
@@ -65,6 +72,7 @@ class MultiModelGatewayRouter:
         self._timeout_s = config.gateway.request_timeout_s
         self._max_chains = config.gateway.max_chains_per_session
         self._roll_back = config.gateway.roll_back_rewritten_turns
+        self._allow_off_policy = config.gateway.allow_off_policy_sampling
         self._defaults: Settings = {"temperature": config.workflow.temperature}
         self._routes = routes
         self._bindings = bindings
@@ -84,6 +92,15 @@ class MultiModelGatewayRouter:
                 "rollout.tool_call_parser to vLLM's for this model family",
                 param="tools",
             )
+        if "" in call.stop:
+            raise InvalidRequestError("stop holds an empty text, which ends every answer", param="stop")
+        if call.forces_call and session.is_training and not self._allow_off_policy:
+            raise InvalidRequestError(
+                "tool_choice must be auto or none in a training session: a grammar forces the call, and its "
+                "logprobs are another distribution's than the model's; use an evaluation session, or set "
+                "gateway.allow_off_policy_sampling",
+                param="tool_choice",
+            )
 
     async def chat_completion(
         self,
@@ -95,8 +112,8 @@ class MultiModelGatewayRouter:
         on_delta: DeltaSink | None = None,
         wait_s: float | None = None,
     ) -> ChatReply:
-        """One generation, recorded in the session's chains. `on_delta` hears of it as it grows; `identity` is
-        the call it answers; `wait_s` is what it may wait before it begins.
+        """One generation for each choice, recorded in the session's chains. `on_delta` hears of them as they
+        grow; `identity` is the call they answer; `wait_s` is what it may wait before it begins.
 
         Raises ModelNotReadyError at the deadline, TooManyRequestsError when it could not begin in time, and
         BackendRejectedError for the server's own 4xx; leaves the record untouched then and when cancelled."""
@@ -108,50 +125,83 @@ class MultiModelGatewayRouter:
         with or_ask_again(begin_by):
             binding = await self._ready(model_id, deadline if begin_by is None else begin_by)
         codec = binding.ready_codec()
-        request_id = uuid.uuid4().hex
-        async with self._prepare(session, binding, call) as prepared:
-            max_tokens = self._room(binding, settings, prepared.num_context_tokens)
-            if max_tokens <= 0:
-                return self._out_of_room(session, call, binding, request_id, prepared)
-            sampling = Sampling(
-                session=session,
-                call=call,
-                model_id=model_id,
-                parses=self._parses(call, model_id),
-                interruptible=self._interruptible(model_id, settings),
-                request_id=request_id,
-                prompt_ids=prepared.prompt_ids(),
-                settings=_server_sampling(settings, max_tokens, _stop_ids(codec, call.stop)),
-                deadline=deadline,
-                begin_by=begin_by,
-                started_at=started_at,
-                codec=codec,
-                with_texts=with_texts,
-                on_delta=on_delta,
-            )
-            sampled = await self._sampler.sample(sampling)
-            answer = sampled.answer
-            session.require_active()
-            num_prompt_tokens = prepared.num_context_tokens
-            turn = _sampled_turn(prepared, sampled, settings, request_id, started_at)
-            self._note_rollback(model_id, prepared.match)
-            prepared.owner.commit(
-                prepared.match.chain,
-                turn,
-                num_turns=prepared.match.num_turns,
-                key=prepared.key,
-                answer=answer.content,
-                tool_calls=answer.tool_calls,
-                mark=prepared.mark,
-            )
-            reply = _reply(session, call, model_id, turn, sampled, codec if with_texts else None)
-            session.note_turn(prepared.owner, prepared.match, turn, identity=identity, reply=reply)
+        async with self._prepare(session, binding, call) as choices:
+            rooms = [self._room(binding, settings, choice.num_context_tokens) for choice in choices]
+            if min(rooms) <= 0:
+                return self._out_of_room(session, call, binding, choices)
+            samplings = [
+                Sampling(
+                    session=session,
+                    call=call,
+                    choice=index,
+                    model_id=model_id,
+                    parses=self._parses(call, model_id),
+                    interruptible=self._interruptible(call, model_id, settings, codec),
+                    request_id=uuid.uuid4().hex,
+                    prompt_ids=choice.prompt_ids(),
+                    settings=_server_sampling(settings, call, codec, max_tokens=room, choice=index),
+                    deadline=deadline,
+                    begin_by=begin_by,
+                    started_at=started_at,
+                    codec=codec,
+                    with_texts=with_texts,
+                    on_delta=on_delta,
+                )
+                for index, (choice, room) in enumerate(zip(choices, rooms, strict=True))
+            ]
+            try:
+                sampled = await _together([self._sampler.sample(sampling) for sampling in samplings])
+                session.require_active()
+            except BaseException as error:
+                self._discard(samplings, error)
+                raise
+            first, *others = zip(choices, samplings, sampled, strict=True)
+            siblings = tuple(self._commit(*one, settings=settings) for one in others)
+            return self._commit(*first, settings=settings, siblings=siblings, identity=identity)
+
+    def _discard(self, samplings: list[Sampling], error: BaseException) -> None:
+        """Account for what was sampled for nothing."""
+        nobody_waits = isinstance(error, asyncio.CancelledError | ConflictError)
+        for sampling in samplings:
+            reason = "cancelled" if nobody_waits else "broken"
+            self._metrics.count_discarded(sampling.model_id, reason, sampling.num_received_tokens)
+
+    def _commit(
+        self,
+        prepared: _Prepared,
+        sampling: Sampling,
+        sampled: Sampled,
+        *,
+        settings: Settings,
+        siblings: tuple[ChatReply, ...] = (),
+        identity: CallIdentity | None = None,
+    ) -> ChatReply:
+        """Append the turn to its chain. The first choice comes last and is noted with the call's identity and
+        all that it is answered with."""
+        call, model_id, answer = sampling.call, sampling.model_id, sampled.answer
+        num_prompt_tokens = prepared.num_context_tokens
+        turn = _sampled_turn(prepared, sampling, sampled, settings)
+        self._note_rollback(model_id, prepared.match)
+        prepared.owner.commit(
+            prepared.match.chain,
+            turn,
+            num_turns=prepared.match.num_turns,
+            key=prepared.key,
+            answer=answer.content,
+            tool_calls=answer.tool_calls,
+            reasoning=answer.reasoning,
+            mark=prepared.mark,
+        )
+        reply = _reply(sampling, turn, sampled, siblings)
+        sampling.session.note_turn(prepared.owner, prepared.match, turn, identity=identity, reply=reply)
+        num_broken = sampling.num_received_tokens - len(turn.token_ids)
+        self._metrics.count_discarded(model_id, "broken", num_broken)
         self._metrics.observe_turn(
             model_id,
             call.agent_id,
             num_prompt_tokens=num_prompt_tokens,
             num_sampled_tokens=len(turn.token_ids),
-            seconds=turn.ended_at - started_at,
+            seconds=turn.ended_at - sampling.started_at,
         )
         return reply
 
@@ -160,7 +210,9 @@ class MultiModelGatewayRouter:
         InvalidRequestError."""
         session.require_active()
         binding = await self._ready(self._routes.model_of(call.agent_id), self._clock() + self._timeout_s)
-        return len((await binding.ready_codec().prompt(call.messages, call.tools)).ids)
+        return len(
+            (await binding.ready_codec().prompt(call.messages, call.tools, call.template_arguments)).ids
+        )
 
     # -------------------------------------------------------------- before
 
@@ -171,6 +223,7 @@ class MultiModelGatewayRouter:
             request=call.sampling,
             forced=session.forced_sampling,
             training=session.is_training,
+            allow_off_policy=self._allow_off_policy,
         )
 
     async def _ready(self, model_id: str, deadline: float) -> ModelBinding:
@@ -192,31 +245,55 @@ class MultiModelGatewayRouter:
     @asynccontextmanager
     async def _prepare(
         self, session: Session, binding: ModelBinding, call: ChatCall
-    ) -> AsyncIterator[_Prepared]:
-        """Reserve the chain this conversation continues, or a new one, until the block ends."""
+    ) -> AsyncIterator[list[_Prepared]]:
+        """For each choice, reserve the chain this conversation continues, or a new one, until the block
+        ends. One chain goes on with one choice: the others start anew."""
         codec = binding.ready_codec()
         owner = session.chains_of(call.agent_id, binding.model_id)
-        key = ConversationKey(call.messages, call.tools)
+        key = ConversationKey(call.messages, call.tools, call.template_arguments)
+        async with AsyncExitStack() as held:
+            choices: list[_Prepared] = []
+            whole: RenderedPrompt | None = None
+            while len(choices) < call.num_choices:
+                prepared = None
+                if whole is None:
+                    prepared = await self._continue(held, owner, binding, call, key)
+                if prepared is None:
+                    self._require_room_for_chains(session, num_new=1 + sum(c.is_new for c in choices))
+                    whole = whole or await codec.prompt(call.messages, call.tools, call.template_arguments)
+                    chain = held.enter_context(_reserved(Chain()))
+                    prepared = _Prepared(owner, Match(chain, 0), key, whole.ids, whole.mark)
+                choices.append(prepared)
+            yield choices
+
+    async def _continue(
+        self,
+        held: AsyncExitStack,
+        owner: AgentChains,
+        binding: ModelBinding,
+        call: ChatCall,
+        key: ConversationKey,
+    ) -> _Prepared | None:
+        """Reserve what this conversation goes on from. None: nothing, or the template won't have it."""
         num_ambiguous = owner.num_ambiguous
         match = owner.match(key, roll_back=self._roll_back)
         if owner.num_ambiguous > num_ambiguous:
             self._metrics.count_ambiguous(binding.model_id)
-        if match is not None:
-            with _reserved(match.chain):
-                rendered = await _render_continuation(codec, match, call)
-                if rendered is not None:
-                    yield _Prepared(owner, match, key, rendered.ids, rendered.mark)
-                    return
-            owner.num_breaks += 1
-            self._metrics.count_chain_break(binding.model_id)
-        self._require_room_for_a_chain(session)
-        rendered = await codec.prompt(call.messages, call.tools)
-        with _reserved(Chain()) as chain:
-            yield _Prepared(owner, Match(chain, 0), key, rendered.ids, rendered.mark)
+        if match is None:
+            return None
+        async with AsyncExitStack() as trial:
+            trial.enter_context(_reserved(match.chain))
+            rendered = await _render_continuation(binding.ready_codec(), match, call)
+            if rendered is not None:
+                held.push_async_exit(trial.pop_all())
+                return _Prepared(owner, match, key, rendered.ids, rendered.mark)
+        owner.num_breaks += 1
+        self._metrics.count_chain_break(binding.model_id)
+        return None
 
-    def _require_room_for_a_chain(self, session: Session) -> None:
+    def _require_room_for_chains(self, session: Session, *, num_new: int) -> None:
         num_chains = sum(len(owner.chains) for owner in session.agents.values())
-        if num_chains >= self._max_chains:
+        if num_chains + num_new > self._max_chains:
             self._metrics.count_refusal("chains")
             raise LimitExceededError(
                 f"session {session.session_id} holds {num_chains} conversations; "
@@ -231,35 +308,52 @@ class MultiModelGatewayRouter:
         rollout = self._models[model_id].rollout
         return bool(call.tools and rollout.tool_call_parser) or rollout.reasoning_parser is not None
 
-    def _interruptible(self, model_id: str, settings: Settings) -> bool:
-        """May a generation go on under another version? Not where the server weighs what it sampled so
-        far: to it, what is continued is prompt."""
+    def _interruptible(self, call: ChatCall, model_id: str, settings: Settings, codec: ChatCodec) -> bool:
+        """May a generation go on under another version? Not where the server looks at what it sampled so
+        far (penalties, stop strings, grammars): to it, what is continued is prompt."""
         weighs = any(settings.get(name) for name in ("presence_penalty", "frequency_penalty"))
+        weighs = weighs or call.forces_call or any(codec.special_token_id(text) is None for text in call.stop)
         return self._models[model_id].async_training.partial_rollout and not weighs
 
     # -------------------------------------------------------------- after
 
     def _out_of_room(
-        self, session: Session, call: ChatCall, binding: ModelBinding, request_id: str, prepared: _Prepared
+        self, session: Session, call: ChatCall, binding: ModelBinding, choices: list[_Prepared]
     ) -> ChatReply:
-        """No token fits: an empty answer cut by length, without asking the server and without a record."""
+        """No token fits: empty answers cut by length, without asking the server and without a record."""
         self._metrics.count_out_of_room(binding.model_id)
-        return ChatReply(
-            request_id=request_id,
-            agent_id=call.agent_id,
-            model_id=binding.model_id,
-            policy_version=binding.published_version or 0,
-            policy_version_max=binding.published_version or 0,
-            workflow_id=session.member.workflow_id,
-            content="",
-            finish_reason="length",
-            token_ids=np.empty(0, np.int32),
-            logprobs=np.empty(0, np.float32),
-            token_texts=(),
-            num_prompt_tokens=prepared.num_context_tokens,
-            num_cached_tokens=0,
-            created_at=time.time(),
-        )
+        replies = [
+            ChatReply(
+                request_id=uuid.uuid4().hex,
+                agent_id=call.agent_id,
+                model_id=binding.model_id,
+                policy_version=binding.published_version or 0,
+                policy_version_max=binding.published_version or 0,
+                workflow_id=session.member.workflow_id,
+                content="",
+                finish_reason="length",
+                token_ids=np.empty(0, np.int32),
+                logprobs=np.empty(0, np.float32),
+                token_texts=(),
+                num_prompt_tokens=choice.num_context_tokens,
+                num_cached_tokens=0,
+                created_at=time.time(),
+            )
+            for choice in choices
+        ]
+        return replace(replies[0], siblings=tuple(replies[1:]))
+
+
+async def _together(samples: list[Coroutine[Any, Any, Sampled]]) -> list[Sampled]:
+    """All of them, or the first failure and none."""
+    if len(samples) == 1:
+        return [await samples[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(sample) for sample in samples]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 @contextmanager
@@ -275,7 +369,7 @@ def _reserved(chain: Chain) -> Iterator[Chain]:
 async def _render_continuation(codec: ChatCodec, match: Match, call: ChatCall) -> RenderedPrompt | None:
     chain, num_turns = match.chain, match.num_turns
     point = chain.points[num_turns - 1]
-    so_far, new = call.messages[: point.num_messages], call.messages[point.num_messages :]
+    so_far, new = chain.with_reasoning(call.messages, num_turns), call.messages[point.num_messages :]
     sampled_ids = chain.turn_ids(num_turns)
     return await codec.continuation(
         so_far,
@@ -283,67 +377,65 @@ async def _render_continuation(codec: ChatCodec, match: Match, call: ChatCall) -
         last_id=sampled_ids[-1],
         before=point.mark,
         tools=call.tools,
+        arguments=call.template_arguments,
         sampled_ids=sampled_ids,
     )
 
 
-def _stop_ids(codec: ChatCodec, stop: tuple[str, ...]) -> list[int]:
-    """Tokens that end the turn: the model's own, and stop strings that are one special token each."""
-    ids = list(codec.eos_token_ids)
-    for text in stop:
-        id_ = codec.special_token_id(text)
-        if id_ is None:
-            raise InvalidRequestError(
-                f"stop {text!r} can't be honoured: only a special token of the model can end a turn",
-                param="stop",
-            )
-        ids.append(id_)
-    return ids
-
-
 def _server_sampling(
-    settings: Settings, max_tokens: int, stop_token_ids: list[int]
-) -> dict[str, float | int | list[int]]:
-    return {**settings, "max_tokens": max_tokens, "stop_token_ids": stop_token_ids}
+    settings: Settings, call: ChatCall, codec: ChatCodec, *, max_tokens: int, choice: int
+) -> dict[str, Any]:
+    """What the server is asked for. A stop string that is one special token never shows in a text: such
+    tokens end the turn by their ids, as the model's own do."""
+    special = {text: codec.special_token_id(text) for text in call.stop}
+    ids = [*codec.eos_token_ids, *(id_ for id_ in special.values() if id_ is not None)]
+    sampling: dict[str, Any] = {**settings, "max_tokens": max_tokens, "stop_token_ids": ids}
+    texts = [text for text, id_ in special.items() if id_ is None]
+    if texts:
+        sampling["stop"] = texts
+    if call.num_top_logprobs:
+        sampling["logprobs"] = call.num_top_logprobs
+    if "seed" in settings:
+        sampling["seed"] = int(settings["seed"]) + choice  # else every choice would be the same
+    return sampling
 
 
 def _sampled_turn(
-    prepared: _Prepared, sampled: Sampled, settings: Settings, request_id: str, started_at: float
+    prepared: _Prepared, sampling: Sampling, sampled: Sampled, settings: Settings
 ) -> SampledTurn:
     generation = sampled.generation
+    off_policy = {name: msgspec.json.encode(v).decode() for name, v in off_policy_settings(settings).items()}
+    if sampling.call.forces_call:
+        off_policy["tool_choice"] = msgspec.json.encode(sampling.call.tool_choice).decode()
     return SampledTurn(
         context_ids=prepared.new_ids,
         token_ids=generation.token_ids,
         logprobs=generation.logprobs,
         versions=sampled.versions,
-        request_id=request_id,
+        request_id=sampling.request_id,
         finish_reason=generation.finish_reason,
         temperature=float(settings.get("temperature", 1.0)),
         top_p=float(settings.get("top_p", 1.0)),
         top_k=int(settings.get("top_k", 0)),
-        started_at=started_at,
+        started_at=sampling.started_at,
         ended_at=time.time(),
+        off_policy=off_policy,
     )
 
 
 def _reply(
-    session: Session,
-    call: ChatCall,
-    model_id: str,
-    turn: SampledTurn,
-    sampled: Sampled,
-    codec: ChatCodec | None,
+    sampling: Sampling, turn: SampledTurn, sampled: Sampled, siblings: tuple[ChatReply, ...]
 ) -> ChatReply:
-    generation, answer = sampled.generation, sampled.answer
-    texts = None if codec is None else tuple(codec.token_texts(generation.token_ids))
+    generation, answer, codec = sampled.generation, sampled.answer, sampling.codec
+    texts = tuple(codec.token_texts(generation.token_ids)) if sampling.with_texts else None
     stopped = generation.finish_reason == "stop"
     return ChatReply(
         request_id=turn.request_id,
-        agent_id=call.agent_id,
-        model_id=model_id,
+        agent_id=sampling.call.agent_id,
+        model_id=sampling.model_id,
         policy_version=turn.version_min,
         policy_version_max=turn.version_max,
-        workflow_id=session.member.workflow_id,
+        workflow_id=sampling.session.member.workflow_id,
         content=answer.content,
         reasoning=answer.reasoning,
         tool_calls=answer.tool_calls,
@@ -351,7 +443,19 @@ def _reply(
         token_ids=generation.token_ids,
         logprobs=generation.logprobs,
         token_texts=texts,
+        top_logprobs=codec.top_texts(generation.top_logprobs),
+        stopped_by=_stopped_by(sampling, generation.stop_reason),
+        siblings=siblings,
         num_prompt_tokens=generation.num_prompt_tokens,
         num_cached_tokens=generation.num_cached_tokens,
         created_at=turn.started_at,
+    )
+
+
+def _stopped_by(sampling: Sampling, reason: int | str | None) -> str | None:
+    """The stop string of the call that ended the answer, itself or as a special token."""
+    if reason is None or isinstance(reason, str):
+        return reason
+    return next(
+        (text for text in sampling.call.stop if sampling.codec.special_token_id(text) == reason), None
     )

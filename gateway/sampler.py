@@ -15,10 +15,11 @@ from gateway.answer_stream import AnswerStream, Heard, ParsedStream, PlainStream
 from gateway.bindings import GatewayBindingRegistry, ModelBinding, Placement
 from gateway.chains import VersionSpan
 from gateway.codec import ChatCodec
-from gateway.conversation import Answer, ChatCall, DeltaSink, ReplyDelta, Tool, ToolCall, arguments_object
+from gateway.conversation import Answer, ChatCall, DeltaSink, ReplyDelta, ToolCall, arguments_object
 from gateway.interruption import Interruption, Pieces, interrupted_at_a_new_version
 from gateway.metrics import GatewayMetrics
 from gateway.session import Session
+from gateway.text_stream import before_stop
 from model_runtime.errors import (
     BackendRejectedError,
     BackendUnavailableError,
@@ -26,7 +27,7 @@ from model_runtime.errors import (
     TooManyRequestsError,
 )
 from model_runtime.layout import served_name
-from model_runtime.llm_client import Generation, GenerationChunk, ParsedDelta, join_chunks
+from model_runtime.llm_client import AskedChat, Generation, GenerationChunk, ParsedDelta, join_chunks
 from model_runtime.types import Int32Array
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Sampling:
 
     session: Session
     call: ChatCall
+    choice: int
     model_id: str
     parses: bool  # the server's parsers are to read the answer
     interruptible: bool  # a new version takes it over
@@ -59,7 +61,15 @@ class Sampling:
     on_delta: DeltaSink | None = None
     place: Placement | None = None  # of the attempt that is told
     stream: AnswerStream | None = None  # what the listener hears of it
+    num_received_tokens: int = 0  # by all attempts, kept or not
     stream_is_ahead: bool = False  # it was given tokens of an attempt that may still break off
+
+    @property
+    def asked(self) -> AskedChat:
+        call = self.call
+        return AskedChat(
+            tools=call.tools, tool_choice=call.tool_choice, template_arguments=call.template_arguments
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,26 +172,42 @@ class Sampler:
         arguments: dict[str, Any] = {
             "model": served_name(sampling.model_id, place.version),
             "token_ids": sampling.prompt_ids + pieces.token_ids(),
-            "sampling": pieces.settings_for_the_rest(sampling.settings),
+            "sampling": pieces.settings_for_the_rest(await self._settings(sampling, place)),
             "request_id": request_id,
         }
         left_s, limit_s = self._seconds_left(sampling), self._attempt_limit_s(sampling, place)
         if sampling.on_delta is None:
-            return await place.client.generate(**arguments, timeout_s=limit_s)
+            generation = await place.client.generate(**arguments, timeout_s=limit_s)
+            sampling.num_received_tokens += len(generation.token_ids)
+            return generation
         chunks: list[GenerationChunk] = []
         sampling.place = place
         if sampling.stream is None:
             sampling.stream = self._listen(sampling, place)
             for piece in pieces.generations:
-                sampling.stream.push(GenerationChunk(piece.token_ids.tolist(), piece.logprobs.tolist()))
+                told = GenerationChunk(
+                    piece.token_ids.tolist(), piece.logprobs.tolist(), top_logprobs=piece.top_logprobs
+                )
+                sampling.stream.push(told)
         events = place.client.generate_stream(**arguments, timeout_s=left_s, stall_timeout_s=limit_s)
         async with aclosing(events) as stream:
             async for chunk in stream:
                 chunks.append(chunk)
+                sampling.num_received_tokens += len(chunk.token_ids)
                 if chunk.token_ids:
                     sampling.stream_is_ahead = True
                     sampling.stream.push(chunk)
         return join_chunks(chunks, url=place.client.url)
+
+    async def _settings(self, sampling: Sampling, place: Placement) -> dict[str, Any]:
+        if not sampling.call.forces_call:
+            return sampling.settings
+        grammar = await place.client.call_grammar(
+            model=served_name(sampling.model_id, place.version),
+            asked=sampling.asked,
+            timeout_s=self._seconds_left(sampling),
+        )
+        return {**sampling.settings, "structured_outputs": grammar}
 
     def _listen(self, sampling: Sampling, place: Placement) -> AnswerStream:
         codec, sampling.place = sampling.codec, place
@@ -200,7 +226,7 @@ class Sampler:
                 prompt_ids=sampling.prompt_ids,
                 token_ids=ids,
                 state=state,
-                tools=sampling.call.tools,
+                asked=sampling.asked,
                 request_id=sampling.request_id,
                 timeout_s=self._seconds_left(sampling),
             )
@@ -225,25 +251,30 @@ class Sampler:
     async def _parse(self, sampling: Sampling, place: Placement, generation: Generation) -> Answer:
         """Text, and what the server's parsers find in it. What they can't read is handed over as text."""
         codec, ids = sampling.codec, generation.token_ids
-        text = codec.decode(ids)
+        stop = generation.stop_reason if isinstance(generation.stop_reason, str) else None
+        text = before_stop(codec.decode(ids), stop)
         if ids[-1] in codec.eos_token_ids:
             ids = ids[:-1]
         if not sampling.parses or not len(ids):
             return Answer(text)
-        answer = await self._ask_parser(sampling, place, ids, sampling.call.tools)
+        answer = await self._ask_parser(sampling, place, ids, sampling.asked)
         if answer is not None and not _are_objects(answer.tool_calls):
-            answer = await self._ask_parser(sampling, place, ids, ())
-        return Answer(text) if answer is None or answer.is_plain else answer
+            answer = await self._ask_parser(sampling, place, ids, replace(sampling.asked, tools=()))
+        if answer is None or (answer.is_plain and answer.content == codec.decode_all(ids)):
+            return Answer(text)
+        # Markup without a thought in it: the answer is still not what was sampled.
+        reasoning = answer.reasoning or (None if answer.tool_calls else "")
+        return replace(answer, content=before_stop(answer.content, stop), reasoning=reasoning)
 
     async def _ask_parser(
-        self, sampling: Sampling, place: Placement, ids: Int32Array, tools: Sequence[Tool]
+        self, sampling: Sampling, place: Placement, ids: Int32Array, asked: AskedChat
     ) -> Answer | None:
         """None: the server refuses to parse this answer."""
         try:
             parsed = await place.client.parse_answer(
                 prompt_ids=sampling.prompt_ids,
                 token_ids=ids,
-                tools=tools,
+                asked=asked,
                 request_id=sampling.request_id,
                 timeout_s=self._seconds_left(sampling),
             )
@@ -253,7 +284,7 @@ class Sampler:
             logger.warning("request %s: an answer that can't be parsed: %s", sampling.request_id, error)
             return None
         calls = tuple(ToolCall(*call) for call in parsed.calls)
-        return Answer(parsed.content, parsed.reasoning or None, calls)
+        return Answer(parsed.content, parsed.reasoning, calls)
 
 
 def _are_objects(calls: Sequence[ToolCall]) -> bool:
@@ -308,6 +339,8 @@ def _tell(sampling: Sampling, heard: Heard, version: int) -> None:
             reasoning=heard.reasoning,
             logprobs=[value for chunk in heard.chunks for value in chunk.logprobs],
             token_texts=sampling.codec.token_texts(ids) if sampling.with_texts else None,
+            top_logprobs=sampling.codec.top_texts([t for chunk in heard.chunks for t in chunk.top_logprobs]),
+            choice=sampling.choice,
         )
     )
 

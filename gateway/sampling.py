@@ -42,28 +42,39 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def merge_settings(
-    *, defaults: Settings, session: Settings, request: Settings, forced: Settings, training: bool
+    *,
+    defaults: Settings,
+    session: Settings,
+    request: Settings,
+    forced: Settings,
+    training: bool,
+    allow_off_policy: bool = False,
 ) -> dict[str, float | int]:
     """The settings in force, the later argument winning. Raises InvalidRequestError for what a training
-    session can't take."""
+    session can't take; `allow_off_policy` lets those pass that only change the distribution."""
     merged = {**defaults, **session, **request, **forced}
     if merged.get("top_k") == -1:
         merged["top_k"] = 0  # both spell "off"
     if training:
-        _refuse_off_policy(merged)
+        _refuse_off_policy(merged, allowed=allow_off_policy)
     return merged
 
 
-def _refuse_off_policy(settings: Settings) -> None:
+def off_policy_settings(settings: Settings) -> dict[str, float | int]:
+    """Settings by which tokens are drawn from another distribution than the model's own."""
+    return {name: value for name, value in settings.items() if _RANGES[name][2] not in (None, value)}
+
+
+def _refuse_off_policy(settings: Settings, *, allowed: bool) -> None:
     """Training needs logprobs of the very distribution that was sampled, over the whole vocabulary."""
-    for name, value in settings.items():
-        neutral = _RANGES[name][2]
-        if neutral is not None and value != neutral:
-            raise InvalidRequestError(
-                f"{name} must be {neutral:g} in a training session, got {value!r}: the trainer computes "
-                "logprobs over the whole vocabulary; use an evaluation session, or leave it out",
-                param=name,
-            )
+    off_policy = {} if allowed else off_policy_settings(settings)
+    for name, value in off_policy.items():
+        raise InvalidRequestError(
+            f"{name} must be {_RANGES[name][2]:g} in a training session, got {value!r}: the trainer computes "
+            "logprobs over the whole vocabulary; use an evaluation session, leave it out, or set "
+            "gateway.allow_off_policy_sampling",
+            param=name,
+        )
     if settings.get("temperature", 1.0) <= 0:
         raise InvalidRequestError(
             "temperature must be above 0 in a training session: greedy answers have no distribution to learn "

@@ -83,6 +83,7 @@ class SessionRegistry:
         max_sessions: int = GatewayConfig().max_sessions,
         idle_s: float | None = None,
         journal: SessionJournal | None = None,
+        allow_off_policy: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_id = run_id
@@ -95,6 +96,7 @@ class SessionRegistry:
         self._max_sessions = max_sessions
         self._idle_s = idle_s
         self._journal = journal or SessionJournal()
+        self._allow_off_policy = allow_off_policy
         self._clock = clock
         self._sessions: dict[str, Session] = {}
         self._settled: OrderedDict[str, _Settled] = OrderedDict()
@@ -272,6 +274,7 @@ class SessionRegistry:
             request={},
             forced=request.forced_sampling,
             training=request.mode == "train",
+            allow_off_policy=self._allow_off_policy,
         )
 
     def _open_member(self, request: SessionRequest, key: MemberKey) -> Session:
@@ -422,7 +425,7 @@ class SessionRegistry:
         """Only finished executions leave rows; the chains of others are counted and let go."""
         if status != "finalized":
             for owner in session.agents.values():
-                self._metrics.count_unrecorded(owner.model_id, status, len(owner.chains))
+                self._metrics.count_unrecorded(owner.model_id, status, owner.chains)
             return [], 0
         record = ExecutionRecord(
             run_id=self._run_id,
@@ -436,6 +439,11 @@ class SessionRegistry:
         trajectories, refused = materialise(session.agents.values(), record)
         for error in refused:
             logger.error("session %s: %s", session.session_id, error)
+        if refused:
+            recorded = {(row.agent_id, row.chain_index) for row in trajectories}
+            for owner in session.agents.values():
+                lost = [c for c in owner.chains if (owner.agent_id, c.index) not in recorded]
+                self._metrics.count_unrecorded(owner.model_id, "refused", lost)
         return trajectories, len(refused)
 
     def _ends_of_group(self, group: OpenGroup) -> list[Coroutine[Any, Any, Any]]:

@@ -41,6 +41,9 @@ class GatewayConfig(Section):
     roll_back_rewritten_turns: bool = True
     """What becomes of a sampled turn that the agent sends back in other words. True: it is taken back, and
     the chain goes on from the turn before it. False: it stays, and the conversation starts a new chain."""
+    allow_off_policy_sampling: bool = False
+    """Whether agents of training sessions may use settings that draw from another distribution than the
+    model's own: top_p, top_k, min_p, penalties, tool_choice required. They are recorded with the turn."""
     commit_interval_s: float = Field(default=0.5, ge=0)
     """Longest wait before finalized work is written."""
     commit_max_rows: int = Field(default=256, ge=1)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -19,11 +19,25 @@ import numpy as np
 
 from model_runtime import llm_wire as wire
 from model_runtime.errors import BackendRejectedError, BackendUnavailableError
+from model_runtime.llm_parsers import AskedChat, ParsedAnswer, ParsedDelta, ParserCalls, decode, plain_ids
 from model_runtime.types import Float32Array, Int32Array
 
 CONNECT_TIMEOUT_S = 5.0
 ADMIN_TIMEOUT_S = 30.0
 HEALTH_TIMEOUT_S = 5.0
+
+TopLogprobs = list[tuple[int, float]]
+"""The likeliest tokens at one place and their logprobs, the likeliest first."""
+
+__all__ = [
+    "AskedChat",
+    "Generation",
+    "GenerationChunk",
+    "LLMServerClient",
+    "ParsedAnswer",
+    "ParsedDelta",
+    "join_chunks",
+]
 
 # vLLM writes this where it has no logprob for the sampled token, or where that logprob is NaN.
 _MISSING_LOGPROB = -9999.0
@@ -39,6 +53,7 @@ class Generation:
     stop_reason: int | str | None
     num_prompt_tokens: int
     num_cached_tokens: int
+    top_logprobs: Sequence[TopLogprobs] = ()  # one for each token, where `sampling` asked for them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,28 +67,10 @@ class GenerationChunk:
     num_prompt_tokens: int | None = None
     num_completion_tokens: int | None = None
     num_cached_tokens: int = 0
+    top_logprobs: Sequence[TopLogprobs] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedAnswer:
-    """An answer taken apart. `calls` holds (id, name, arguments as JSON text)."""
-
-    content: str
-    reasoning: str | None
-    calls: tuple[tuple[str, str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedDelta:
-    """What a further piece of an answer adds to it. `state` goes with the next piece."""
-
-    content: str
-    reasoning: str
-    begins_call: bool
-    state: msgspec.Raw
-
-
-class LLMServerClient:
+class LLMServerClient(ParserCalls):
     """Client of one server. Opens a connection pool of its own unless it is given one.
 
     The key travels in the Authorization header alone; it appears in no message and no repr.
@@ -107,11 +104,16 @@ class LLMServerClient:
         cache_salt: str | None = None,
     ) -> Generation:
         """Sample one answer. `sampling` holds vLLM SamplingParams fields; the sampled tokens' logprobs are
-        always asked for. Cancelling this call closes its connection, on which the server aborts the request.
+        always asked for, with `logprobs: k` those of the k likeliest tokens too. Cancelling this call closes
+        its connection, on which the server aborts the request.
         """
         body = _generate_body(model, token_ids, sampling, request_id, cache_salt)
         data = await self._call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)
-        return _generation(_decode(data, wire.GenerateAnswer, url=self.url), model=model, url=self.url)
+        generation = _generation(decode(data, wire.GenerateAnswer, url=self.url), model=model, url=self.url)
+        if not sampling.get("logprobs"):
+            return generation
+        [probed] = decode(data, wire.ProbeAnswer, url=self.url).choices
+        return replace(generation, top_logprobs=_top_logprobs(probed))
 
     async def generate_stream(
         self,
@@ -138,7 +140,11 @@ class LLMServerClient:
             async for event in _events(response):
                 if event == b"[DONE]":
                     return
-                yield _chunk(_decode(event, wire.StreamAnswer, url=self.url), url=self.url)
+                chunk = _chunk(decode(event, wire.StreamAnswer, url=self.url), url=self.url)
+                if chunk.token_ids and sampling.get("logprobs"):
+                    [probed] = decode(event, wire.ProbeAnswer, url=self.url).choices
+                    chunk = replace(chunk, top_logprobs=_top_logprobs(probed))
+                yield chunk
         raise BackendUnavailableError(f"{self.url}: the stream of {request_id} broke off")
 
     async def abort(self, request_id: str, *, timeout_s: float) -> None:
@@ -146,60 +152,6 @@ class LLMServerClient:
         finish_reason "abort". One that is not known (not yet, or no more) is no error."""
         body = {"request_ids": [f"generate-tokens-{request_id}"]}  # as vLLM names it inside
         await self._call("POST", "/inference/v1/abort_requests", body, timeout_s=timeout_s)
-
-    async def parse_answer(
-        self,
-        *,
-        prompt_ids: Sequence[int] | Int32Array,
-        token_ids: Sequence[int] | Int32Array,
-        tools: Sequence[dict[str, Any]],
-        request_id: str,
-        timeout_s: float,
-    ) -> ParsedAnswer:
-        """What the server's own tool and reasoning parsers make of sampled ids, the stop token left out."""
-        prompt, ids = _plain_ids(prompt_ids), _plain_ids(token_ids)
-        generated = {
-            "request_id": request_id,
-            "prompt_token_ids": prompt,  # says whether the prompt left a thought open
-            "choices": [{"index": 0, "token_ids": ids, "finish_reason": "stop"}],
-        }
-        body = {
-            "generate_response": generated,
-            "chat_request": _chat_request(tools),
-            "prompt_token_ids": prompt,
-        }
-        data = await self._call("POST", "/v1/chat/completions/derender", body, timeout_s=timeout_s)
-        answer = _decode(data, wire.DerenderAnswer, url=self.url)
-        if len(answer.choices) != 1:
-            raise BackendUnavailableError(f"{self.url}: expected one choice, got {len(answer.choices)}")
-        message = answer.choices[0].message
-        calls = [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ()]
-        return ParsedAnswer(message.content or "", message.reasoning, tuple(calls))
-
-    async def parse_piece(
-        self,
-        *,
-        prompt_ids: Sequence[int] | Int32Array,
-        token_ids: Sequence[int],
-        state: msgspec.Raw | None,
-        tools: Sequence[dict[str, Any]],
-        request_id: str,
-        timeout_s: float,
-    ) -> ParsedDelta:
-        """What the server's parsers make of a further piece of an answer. `state` is the last piece's."""
-        body = {
-            "stream": True,
-            "generate_chunk": {"request_id": request_id, "choices": [{"index": 0, "token_ids": token_ids}]},
-            "stream_state": state,
-            "chat_request": _chat_request(tools),
-            "prompt_token_ids": _plain_ids(prompt_ids),
-        }
-        data = await self._call("POST", "/v1/chat/completions/derender", body, timeout_s=timeout_s)
-        answer = _decode(data, wire.DerenderChunkAnswer, url=self.url)
-        delta = answer.chunk.choices[0].delta if answer.chunk.choices else wire.ParsedMessageDelta()
-        return ParsedDelta(
-            delta.content or "", delta.reasoning or "", bool(delta.tool_calls), answer.stream_state
-        )
 
     async def next_token_logprobs(
         self,
@@ -217,7 +169,7 @@ class LLMServerClient:
         wanted = [*map(int, token_ids), int(token_ids[0])]
         body: dict[str, Any] = {
             "model": model,
-            "token_ids": _plain_ids(prompt_ids),
+            "token_ids": plain_ids(prompt_ids),
             "sampling_params": {
                 "max_tokens": 1,
                 "temperature": 1.0,
@@ -229,7 +181,7 @@ class LLMServerClient:
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
         data = await self._call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)
-        return _requested_logprobs(_decode(data, wire.ProbeAnswer, url=self.url), token_ids, url=self.url)
+        return _requested_logprobs(decode(data, wire.ProbeAnswer, url=self.url), token_ids, url=self.url)
 
     async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None:
         """Serve the PEFT adapter in `path` as model `name`. Returns when the engine holds its weights.
@@ -249,7 +201,7 @@ class LLMServerClient:
     async def list_models(self, *, timeout_s: float = ADMIN_TIMEOUT_S) -> list[str]:
         """Names the server answers to: its base model and every loaded adapter."""
         data = await self._call("GET", "/v1/models", timeout_s=timeout_s)
-        return [card.id for card in _decode(data, wire.ModelList, url=self.url).data]
+        return [card.id for card in decode(data, wire.ModelList, url=self.url).data]
 
     async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         """Whether the API process answers and believes its engine alive. A hung engine still says yes."""
@@ -317,16 +269,6 @@ class LLMServerClient:
 # ------------------------------------------------------------------ reading answers
 
 
-_Answer = TypeVar("_Answer")
-
-
-def _decode(data: bytes, kind: type[_Answer], *, url: str) -> _Answer:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
-        raise BackendUnavailableError(f"{url}: an answer that can't be read: {error}") from error
-
-
 def _error_message(data: bytes) -> str:
     try:
         return msgspec.json.decode(data, type=wire.ErrorAnswer).error.message
@@ -348,6 +290,7 @@ def _generation(answer: wire.GenerateAnswer, *, model: str, url: str) -> Generat
         num_counted=answer.usage.completion_tokens,
         num_prompt_tokens=answer.usage.prompt_tokens,
         num_cached_tokens=(details.cached_tokens or 0) if details else 0,
+        top_logprobs=(),
         url=url,
     )
 
@@ -368,6 +311,7 @@ def join_chunks(chunks: Sequence[GenerationChunk], *, url: str) -> Generation:
         num_counted=counts[0].num_completion_tokens or 0,
         num_prompt_tokens=counts[0].num_prompt_tokens or 0,
         num_cached_tokens=counts[0].num_cached_tokens,
+        top_logprobs=[top for chunk in chunks for top in chunk.top_logprobs],
         url=url,
     )
 
@@ -381,6 +325,7 @@ def _checked_generation(
     num_counted: int,
     num_prompt_tokens: int,
     num_cached_tokens: int,
+    top_logprobs: Sequence[TopLogprobs],
     url: str,
 ) -> Generation:
     if not len(ids) == len(logprobs) == num_counted:
@@ -397,6 +342,7 @@ def _checked_generation(
         stop_reason=stop_reason,
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=num_cached_tokens,
+        top_logprobs=top_logprobs,
     )
 
 
@@ -405,6 +351,12 @@ def _logprobs_of(ids: Sequence[int], logprobs: wire.Logprobs | None, *, url: str
     if len(entries) == len(ids) and [entry.token_id for entry in entries] != list(ids):
         raise BackendUnavailableError(f"{url}: the logprobs are not those of the token ids answered")
     return [entry.logprob for entry in entries]
+
+
+def _top_logprobs(choice: wire.ProbedChoice) -> list[TopLogprobs]:
+    entries = (choice.logprobs and choice.logprobs.content) or []
+    found = [[(top.token_id, top.logprob) for top in entry.top_logprobs] for entry in entries]
+    return [sorted(tops, key=lambda top: -top[1]) for tops in found]
 
 
 def _chunk(answer: wire.StreamAnswer, *, url: str) -> GenerationChunk:
@@ -457,19 +409,13 @@ def _generate_body(
 ) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model,
-        "token_ids": _plain_ids(token_ids),
-        "sampling_params": {**sampling, "logprobs": 0},
+        "token_ids": plain_ids(token_ids),
+        "sampling_params": {"logprobs": 0, **sampling},
         "request_id": request_id,
     }
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     return body
-
-
-def _chat_request(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What parsers want to know of the request an answer belongs to."""
-    chat: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]}
-    return chat | {"tools": list(tools), "tool_choice": "auto"} if tools else chat
 
 
 def _requested_logprobs(answer: wire.ProbeAnswer, token_ids: Sequence[int], *, url: str) -> list[float]:
@@ -488,7 +434,3 @@ def _only_choice(answer: wire.GenerateAnswer, *, url: str) -> wire.Choice:
     if len(answer.choices) != 1:
         raise BackendUnavailableError(f"{url}: expected one choice, got {len(answer.choices)}")
     return answer.choices[0]
-
-
-def _plain_ids(token_ids: Sequence[int] | Int32Array) -> list[int]:
-    return token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)

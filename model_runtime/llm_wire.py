@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -129,3 +131,11 @@ class ParsedChunk(msgspec.Struct):
 class DerenderChunkAnswer(msgspec.Struct):
     chunk: ParsedChunk
     stream_state: msgspec.Raw
+
+
+class ResolvedSampling(msgspec.Struct):
+    structured_outputs: dict[str, Any] | None = None
+
+
+class RenderAnswer(msgspec.Struct):
+    sampling_params: ResolvedSampling

@@ -213,6 +213,7 @@ class ModelStatus(_Wire):
     finalized_rows: int  # trajectories written to this model's log in this epoch
     sampled_tokens: int
     tokens_per_s: float
+    template_problem: str | None = None  # what its chat template rewrites: such turns start new chains
 
 
 class GatewayStatus(_Wire):

@@ -36,6 +36,7 @@ _UNSEALED = b"0" * 64
 _SEAL = re.compile(re.escape(_SHA256) + rb"\x18\x40([0-9a-f]{64})")
 
 _REWARDS = pa.map_(pa.string(), pa.float64())
+_SETTINGS = pa.map_(pa.string(), pa.string())
 _VERSION_RANGE = pa.struct([("min", pa.int32()), ("max", pa.int32())])
 _TURN_TYPES: dict[str, pa.DataType] = {
     "turn_index": pa.int32(),
@@ -52,6 +53,7 @@ _TURN_TYPES: dict[str, pa.DataType] = {
     "rewards": _REWARDS,
     "started_at": pa.float64(),
     "ended_at": pa.float64(),
+    "off_policy": _SETTINGS,
 }
 _MEMBER_TYPES: dict[str, pa.DataType] = {
     "group_id": pa.string(),
@@ -201,7 +203,7 @@ def _partner_items(t: Trajectory) -> list[tuple[str, dict[str, int]]]:
 
 def _turn_row(turn: Turn) -> dict[str, Any]:
     row = {name: getattr(turn, name) for name in _TURN_TYPES}
-    return row | {"rewards": list(turn.rewards.items())}
+    return row | {"rewards": list(turn.rewards.items()), "off_policy": list(turn.off_policy.items())}
 
 
 # ------------------------------------------------------------------ columns → records
@@ -234,8 +236,9 @@ def _trajectory(row: dict[str, Any], member: MemberKey, arrays: dict[str, np.nda
 
 
 def _turn(row: dict[str, Any]) -> Turn:
-    values: dict[str, Any] = {name: row[name] for name in _TURN_TYPES}
+    values: dict[str, Any] = {name: row[name] for name in _TURN_TYPES if name in row}
     values["rewards"] = dict(row["rewards"])
+    values["off_policy"] = dict(row.get("off_policy") or ())  # shards of earlier versions don't have it
     return Turn(**values)
 
 

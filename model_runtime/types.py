@@ -50,6 +50,9 @@ class Turn:
     rewards: Rewards
     started_at: float  # Unix seconds
     ended_at: float
+    off_policy: Mapping[str, str] = field(default_factory=dict)
+    """Settings by which tokens were drawn from another distribution than the model's own, as JSON values
+    (`top_p`, penalties, a forced `tool_choice`); the run's config allowed them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,6 +61,7 @@ async def stream_answer(server: Any, request: Any, answer: dict[str, Any]) -> An
     try:
         for i, (id_, entry) in enumerate(zip(ids, entries, strict=True)):
             if i == server.break_after:
+                server.gave[answer["request_id"].removeprefix("generate-tokens-")] = ids[:i]
                 if server.break_by == "drop":
                     request.transport.abort()
                 elif server.break_by == "error":
@@ -72,6 +73,7 @@ async def stream_answer(server: Any, request: Any, answer: dict[str, Any]) -> An
                 "token_ids": [id_],
                 "logprobs": {"content": [entry]},
                 "finish_reason": reason,
+                "stop_reason": choice["stop_reason"] if reason else None,
             }
             await send({"request_id": answer["request_id"], "choices": [delta], "usage": None})
             if not await sampled_in_time(server, answer):
@@ -85,6 +87,22 @@ async def stream_answer(server: Any, request: Any, answer: dict[str, Any]) -> An
         server.aborted.append(answer["request_id"].removeprefix("generate-tokens-"))
         raise
     return response
+
+
+def until_stop(server: Any, ids: list[int], stops: list[str]) -> tuple[list[int], str | None]:
+    """The ids up to the token that completes a stop string, and that string."""
+    for end in range(1, len(ids) + 1):
+        text = server.tokenizer.decode(ids[:end])
+        for stop in stops:
+            if stop in text:
+                return ids[:end], stop
+    return ids, None
+
+
+def top_logprobs(id_: int, logprob: float, count: int) -> list[dict[str, Any]]:
+    """As vLLM lists them: the sampled token first, then the likeliest ones, here of made-up ids."""
+    likeliest = [{"token_id": 10 + i, "logprob": -0.01 * (i + 1), "rank": i + 1} for i in range(count)]
+    return [{"token_id": id_, "logprob": logprob, "rank": count + 1}, *likeliest]
 
 
 def derender_piece(server: Any, body: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,14 @@ from model_runtime.documents import TokenizerDocument
 from model_runtime.errors import ObjectExistsError
 from model_runtime.store import Store
 from model_runtime.types import MemberKey, Settlement, Trajectory, Turn, trajectory_id
-from tests.fake_generation import derender, derender_piece, stream_answer, whole_answer
+from tests.fake_generation import (
+    derender,
+    derender_piece,
+    stream_answer,
+    top_logprobs,
+    until_stop,
+    whole_answer,
+)
 
 
 def make_turn(**overrides: Any) -> Turn:
@@ -361,6 +368,7 @@ class FakeRolloutServer:
         """Forget what was asked, and behave."""
         self.answers: list[str] = ["hello"]
         self.requests: list[dict[str, Any]] = []
+        self.gave: dict[str, list[int]] = {}  # by request id, what was sampled for it
         self.aborted: list[str] = []  # request ids whose connection was closed by the client
         self.fail_next: list[int | str] = []  # an HTTP status, "drop" or "abort"
         self.delay_s = 0.0
@@ -371,6 +379,7 @@ class FakeRolloutServer:
         self.answer_of: Callable[[dict[str, Any]], list[int]] | None = None  # ids, in place of `answers`
         self.told_to_end: dict[str, asyncio.Event] = {}  # by request id, of what runs
         self.derendered: list[dict[str, Any]] = []
+        self.rendered: list[dict[str, Any]] = []
         self.pieces: list[dict[str, Any]] = []  # asked of the parser while an answer was sampled
         self.fail_derender, self.fail_pieces = 0, 0
         self.num_sampled = 0
@@ -396,7 +405,17 @@ class FakeRolloutServer:
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/inference/v1/abort_requests", self._abort)
         app.router.add_post("/v1/chat/completions/derender", self._derender)
+        app.router.add_post("/v1/chat/completions/render", self._render)
         return app
+
+    async def _render(self, request: Any) -> Any:
+        """Asked only for the grammar of a forced call."""
+        from aiohttp import web
+
+        body = await request.json()
+        self.rendered.append(body)
+        grammar = None if body["tool_choice"] == "auto" else {"structural_tag": "a grammar", "json": None}
+        return web.json_response({"token_ids": [], "sampling_params": {"structured_outputs": grammar}})
 
     async def _derender(self, request: Any) -> Any:
         from aiohttp import web
@@ -456,14 +475,18 @@ class FakeRolloutServer:
         self._num_answers += 1
         limit = body["sampling_params"]["max_tokens"]
         whole = self.answer_ids(text) if self.answer_of is None else self.answer_of(body)
+        whole, stopped_by = until_stop(self, whole, body["sampling_params"].get("stop", ()))
         ids = whole[:limit]
         self.num_sampled += len(ids)
+        self.gave[body["request_id"]] = ids
+        num_top = body["sampling_params"]["logprobs"]
         content = [
-            {"token_id": id_, "logprob": logprob, "rank": 1, "top_logprobs": []}
-            for id_, logprob in zip(ids, self.logprobs(len(ids)), strict=True)
+            {"token_id": id_, "logprob": lp, "rank": 1, "top_logprobs": top_logprobs(id_, lp, num_top)}
+            for id_, lp in zip(ids, self.logprobs(len(ids)), strict=True)
         ]
         reason = "abort" if aborted else "length" if len(whole) > limit else self.finish_reason
         choice = {"index": 0, "finish_reason": reason, "token_ids": ids, "logprobs": {"content": content}}
+        choice["stop_reason"] = stopped_by if reason == "stop" else None
         prompt, completion = len(body["token_ids"]), len(ids)
         usage = {
             "prompt_tokens": prompt,

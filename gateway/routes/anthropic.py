@@ -87,14 +87,14 @@ class MessagesExchange:
 
     def answer(self, reply: ChatReply) -> Response:
         content: list[dict[str, Any]] = []
-        if reply.reasoning is not None:
+        if reply.reasoning:
             content.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
         if reply.content:
             content.append({"type": "text", "text": reply.content, "citations": None})
         content += [_tool_use(call, arguments_object(call.arguments)) for call in reply.tool_calls]
         body = _frame(self.request, reply) | {
             "content": content,
-            "stop_reason": _STOP_REASONS[reply.finish_reason],
+            **_stop(reply),
             "usage": _usage(reply.num_prompt_tokens, len(reply.token_ids), reply.num_cached_tokens),
         }
         return json_response(body, headers=_headers(reply.request_id))
@@ -120,6 +120,12 @@ def _frame(request: MessagesRequest, source: ChatReply | ReplyDelta) -> dict[str
         "workflow_id": source.workflow_id,
         "request_id": source.request_id,
     }
+
+
+def _stop(reply: ChatReply) -> dict[str, Any]:
+    by_sequence = reply.finish_reason == "stop" and reply.stopped_by is not None
+    reason = "stop_sequence" if by_sequence else _STOP_REASONS[reply.finish_reason]
+    return {"stop_reason": reason, "stop_sequence": reply.stopped_by if by_sequence else None}
 
 
 def _usage(num_prompt: int, num_sampled: int, num_cached: int) -> dict[str, Any]:
@@ -158,8 +164,7 @@ class MessageEventWriter:
             piece = {"type": "input_json_delta", "partial_json": call.arguments or "{}"}
             data += self._block(_tool_use(call, {}), piece)
         usage = _usage(reply.num_prompt_tokens, len(reply.token_ids), reply.num_cached_tokens)
-        stop = {"stop_reason": _STOP_REASONS[reply.finish_reason], "stop_sequence": None}
-        data += _event("message_delta", {"delta": stop, "usage": usage})
+        data += _event("message_delta", {"delta": _stop(reply), "usage": usage})
         return data + _event("message_stop", {})
 
     def error(self, error: Exception) -> bytes:

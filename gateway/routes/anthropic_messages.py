@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from gateway.conversation import ChatCall, Message, Tool, tool_call_entry
-from gateway.routes.openai_messages import function_tool
+from gateway.routes.openai_messages import function_tool, tool_choice_of
 from gateway.routes.serving import decode_body
 from gateway.sampling import check_settings
 from model_runtime.errors import InvalidRequestError
@@ -88,12 +88,14 @@ def to_call(agent_id: str, request: MessagesRequest) -> ChatCall:
         messages.append({"role": "system", "content": system})
     for index, message in enumerate(request.messages):
         messages.extend(_messages_of(message, f"messages.{index}"))
+    tools = _offered_tools(request)
     return ChatCall(
         agent_id=agent_id,
         messages=messages,
         sampling=settings,
         stop=tuple(request.stop_sequences or ()),
-        tools=_offered_tools(request),
+        tools=tools,
+        tool_choice=tool_choice_of(_tool_choice(request.tool_choice), tools),
     )
 
 
@@ -185,17 +187,19 @@ def _text(block: Any, where: str) -> str:
 
 
 def _offered_tools(request: MessagesRequest) -> tuple[Tool, ...]:
-    choice = request.tool_choice or {"type": "auto"}
-    if choice.get("type") not in ("auto", "none"):
-        raise _refused(
-            f"tool_choice {choice.get('type')!r} is not supported: a grammar would force the call, and the "
-            "logprobs would be another distribution's than the model's; use auto or none",
-            "tool_choice",
-        )
+    choice = request.tool_choice or {}
     if choice.get("disable_parallel_tool_use") and request.tools:
         raise _refused("disable_parallel_tool_use can't be enforced on a sampled answer", "tool_choice")
     tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(request.tools or ())]
-    return () if choice["type"] == "none" else tuple(tools)
+    return () if choice.get("type") == "none" else tuple(tools)
+
+
+def _tool_choice(choice: dict[str, Any] | None) -> Any:
+    """As OpenAI spells it."""
+    kind = (choice or {}).get("type", "auto")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": (choice or {}).get("name")}}
+    return "required" if kind == "any" else kind
 
 
 def _tool(tool: dict[str, Any], where: str) -> Tool:

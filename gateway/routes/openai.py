@@ -6,6 +6,7 @@ injection. A field that can't be honoured is refused by name, never ignored.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,10 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.conversation import ChatCall, ChatReply, ReplyDelta, ToolCall
+from gateway.conversation import ChatCall, ChatReply, ReplyDelta, ToolCall, TopTexts
 from gateway.responses import error_response, failure_of, json_response, openai_error
 from gateway.routes.access import gateway_of, session_key
-from gateway.routes.openai_messages import normal_message, offered_tools
+from gateway.routes.openai_messages import normal_message, offered_tools, tool_choice_of
 from gateway.routes.serving import BASES, decode_body, document_path, named_agent, serve
 from gateway.sampling import check_settings
 from model_runtime.errors import InvalidRequestError
@@ -33,14 +34,19 @@ _SAMPLING_FIELDS = (
     "frequency_penalty",
     "repetition_penalty",
 )
+# OpenAI's own bounds.
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+
+# What templates are given anyway.
+_TEMPLATES_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
 # field → the values that ask for nothing
 _REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
     "logit_bias": (None, {}),
-    "top_logprobs": (None, 0),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -68,6 +74,9 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
+    n: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's extension
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
@@ -81,12 +90,10 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     service_tier: str | None = None
     parallel_tool_calls: bool | None = None
     # Refused when they ask for something.
-    n: Any = None
     functions: Any = None
     function_call: Any = None
     response_format: Any = None
     logit_bias: Any = None
-    top_logprobs: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
@@ -150,12 +157,30 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     chat = decode_body(_DECODER, body)
     for name, neutral in _REFUSED_UNLESS.items():
         value = getattr(chat, name)
-        if value not in neutral or (isinstance(value, bool) and name == "n"):
+        if value not in neutral:
             raise InvalidRequestError(
                 f"{name} is not supported by this gateway (got {_short(value)})", param=name
             )
     _check_stream_options(chat)
+    _check_choices(chat)
     return chat
+
+
+def _check_choices(chat: ChatRequest) -> None:
+    if chat.n is not None and not 1 <= chat.n <= MAX_CHOICES:
+        raise InvalidRequestError(f"n must be from 1 to {MAX_CHOICES}, got {chat.n}", param="n")
+    if chat.top_logprobs is not None and not 0 <= chat.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise InvalidRequestError(
+            f"top_logprobs must be from 0 to {MAX_TOP_LOGPROBS}, got {chat.top_logprobs}",
+            param="top_logprobs",
+        )
+    if chat.top_logprobs and not chat.logprobs:
+        raise InvalidRequestError("top_logprobs asks for logprobs: true", param="top_logprobs")
+    taken = _TEMPLATES_OWN.intersection(chat.chat_template_kwargs or ())
+    if taken:
+        raise InvalidRequestError(
+            f"chat_template_kwargs.{min(taken)} is set by the request itself", param="chat_template_kwargs"
+        )
 
 
 def _check_stream_options(chat: ChatRequest) -> None:
@@ -182,12 +207,17 @@ def to_call(agent_id: str, chat: ChatRequest) -> ChatCall:
         sampling["max_tokens"] = min(limits)
     check_settings(sampling)
     stop = (chat.stop,) if isinstance(chat.stop, str) else tuple(chat.stop or ())
+    tools = offered_tools(chat.tools, chat.tool_choice, parallel=chat.parallel_tool_calls)
     return ChatCall(
         agent_id=agent_id,
         messages=[normal_message(message, index) for index, message in enumerate(chat.messages)],
         sampling=sampling,
         stop=stop,
-        tools=offered_tools(chat.tools, chat.tool_choice, parallel=chat.parallel_tool_calls),
+        tools=tools,
+        tool_choice=tool_choice_of(chat.tool_choice, tools),
+        template_arguments=chat.chat_template_kwargs or {},
+        num_choices=chat.n or 1,
+        num_top_logprobs=chat.top_logprobs or 0,
     )
 
 
@@ -210,25 +240,29 @@ class ChatExchange:
         return bool(self.chat.logprobs)
 
     def answer(self, reply: ChatReply) -> Response:
+        replies = (reply, *reply.siblings)
         body = {
             "id": f"chatcmpl-{reply.request_id}",
             "object": "chat.completion",
             "created": int(reply.created_at),
             "model": self.chat.model or reply.model_id,
-            "choices": [
-                {
-                    "index": 0,
-                    "message": _message(reply),
-                    "finish_reason": reply.finish_reason,
-                    "logprobs": _logprobs(reply.token_texts, reply.logprobs.tolist())
-                    if self.with_texts
-                    else None,
-                }
-            ],
-            "usage": _usage(reply),
+            "choices": [self._choice(index, one) for index, one in enumerate(replies)],
+            "usage": _usage(replies),
             **_provenance(reply),
         }
         return json_response(body, headers={"X-Request-ID": reply.request_id})
+
+    def _choice(self, index: int, reply: ChatReply) -> dict[str, Any]:
+        logprobs = None
+        if self.with_texts:
+            logprobs = _logprobs(reply.token_texts, reply.logprobs.tolist(), reply.top_logprobs)
+        return {
+            "index": index,
+            "message": _message(reply),
+            "finish_reason": reply.finish_reason,
+            "logprobs": logprobs,
+            "request_id": reply.request_id,  # rewards of single turns name it
+        }
 
     def writer(self) -> ChunkWriter:
         return ChunkWriter(self.chat)
@@ -236,7 +270,7 @@ class ChatExchange:
 
 def _message(reply: ChatReply) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
-    if reply.reasoning is not None:
+    if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
     if reply.tool_calls:
         message["content"] = reply.content or None
@@ -249,13 +283,13 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.call_id, "type": "function", "function": function}
 
 
-def _usage(reply: ChatReply) -> dict[str, Any]:
-    completion_tokens = len(reply.token_ids)
+def _usage(replies: Sequence[ChatReply]) -> dict[str, Any]:
+    first, completion_tokens = replies[0], sum(len(reply.token_ids) for reply in replies)
     return {
-        "prompt_tokens": reply.num_prompt_tokens,
+        "prompt_tokens": first.num_prompt_tokens,
         "completion_tokens": completion_tokens,
-        "total_tokens": reply.num_prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": reply.num_cached_tokens},
+        "total_tokens": first.num_prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": first.num_cached_tokens},
     }
 
 
@@ -270,68 +304,88 @@ def _provenance(reply: ChatReply | ReplyDelta) -> dict[str, Any]:
     }
 
 
+@dataclass(slots=True)
+class _Written:
+    """What one choice's chunks held so far."""
+
+    num_chars: int = 0
+    num_reasoning_chars: int = 0
+    num_logprobs: int = 0
+
+
 class ChunkWriter:
     """Writes an answer as `chat.completion.chunk` events."""
 
     def __init__(self, chat: ChatRequest) -> None:
         self._chat = chat
         self._with_usage = bool((chat.stream_options or {}).get("include_usage"))
-        self._started = False
-        self._num_chars = 0  # of the content written so far
-        self._num_reasoning_chars = 0
-        self._num_logprobs = 0
+        self._id = ""  # of the first choice that was heard of
+        self._written: dict[int, _Written] = {}
 
     def delta(self, delta: ReplyDelta) -> bytes:
-        data = self._opening(delta) + self._reasoning(delta, delta.reasoning)
-        self._num_chars += len(delta.text)
-        self._num_logprobs += len(delta.logprobs)
-        logprobs = _logprobs(delta.token_texts, delta.logprobs) if self._chat.logprobs else None
+        index = delta.choice
+        data = self._opening(index, delta) + self._reasoning(index, delta, delta.reasoning)
+        written = self._written[index]
+        written.num_chars += len(delta.text)
+        written.num_logprobs += len(delta.logprobs)
+        logprobs = None
+        if self._chat.logprobs and delta.logprobs:
+            logprobs = _logprobs(delta.token_texts, delta.logprobs, delta.top_logprobs)
         if delta.text or logprobs is not None:
-            data += self._chunk(delta, {"content": delta.text}, logprobs=logprobs)
+            data += self._chunk(index, delta, {"content": delta.text}, logprobs=logprobs)
         return data
 
     def end(self, reply: ChatReply) -> bytes:
-        data = self._opening(reply)
-        data += self._reasoning(reply, (reply.reasoning or "")[self._num_reasoning_chars :])
-        rest = reply.content[self._num_chars :]
-        texts, values = (reply.token_texts or ())[self._num_logprobs :], reply.logprobs[self._num_logprobs :]
-        logprobs = _logprobs(texts, values.tolist()) if self._chat.logprobs and texts else None
-        if rest or logprobs is not None:
-            data += self._chunk(reply, {"content": rest}, logprobs=logprobs)
-        for index, call in enumerate(reply.tool_calls):
-            data += self._chunk(reply, {"tool_calls": [{"index": index, **_tool_call(call)}]})
-        data += self._chunk(reply, {}, finish_reason=reply.finish_reason)
+        replies = (reply, *reply.siblings)
+        data = b"".join(self._end_of(index, one) for index, one in enumerate(replies))
         if self._with_usage:
-            data += _event(self._frame(reply) | {"choices": [], "usage": _usage(reply)})
+            data += _event(self._frame(reply) | {"choices": [], "usage": _usage(replies)})
         return data + b"data: [DONE]\n\n"
 
     def error(self, error: Exception) -> bytes:
         return _event(openai_error(failure_of(error)))
 
-    def _reasoning(self, source: ReplyDelta | ChatReply, text: str) -> bytes:
-        self._num_reasoning_chars += len(text)
-        return self._chunk(source, {"reasoning_content": text}) if text else b""
+    def _end_of(self, index: int, reply: ChatReply) -> bytes:
+        data = self._opening(index, reply)
+        written = self._written[index]
+        data += self._reasoning(index, reply, (reply.reasoning or "")[written.num_reasoning_chars :])
+        rest, told = reply.content[written.num_chars :], written.num_logprobs
+        texts, values = (reply.token_texts or ())[told:], reply.logprobs[told:].tolist()
+        logprobs = None
+        if self._chat.logprobs and texts:
+            logprobs = _logprobs(texts, values, reply.top_logprobs[told:])
+        if rest or logprobs is not None:
+            data += self._chunk(index, reply, {"content": rest}, logprobs=logprobs)
+        for number, call in enumerate(reply.tool_calls):
+            data += self._chunk(index, reply, {"tool_calls": [{"index": number, **_tool_call(call)}]})
+        return data + self._chunk(index, reply, {}, finish_reason=reply.finish_reason)
 
-    def _opening(self, source: ReplyDelta | ChatReply) -> bytes:
-        if self._started:
+    def _reasoning(self, index: int, source: ReplyDelta | ChatReply, text: str) -> bytes:
+        self._written[index].num_reasoning_chars += len(text)
+        return self._chunk(index, source, {"reasoning_content": text}) if text else b""
+
+    def _opening(self, index: int, source: ReplyDelta | ChatReply) -> bytes:
+        if index in self._written:
             return b""
-        self._started = True
-        return self._chunk(source, {"role": "assistant", "content": ""})
+        self._written[index] = _Written()
+        self._id = self._id or source.request_id
+        return self._chunk(index, source, {"role": "assistant", "content": ""})
 
     def _chunk(
         self,
+        index: int,
         source: ReplyDelta | ChatReply,
         delta: dict[str, Any],
         *,
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
     ) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return _event(self._frame(source) | {"choices": [choice]})
 
     def _frame(self, source: ReplyDelta | ChatReply) -> dict[str, Any]:
         return {
-            "id": f"chatcmpl-{source.request_id}",
+            "id": f"chatcmpl-{self._id}",
             "object": "chat.completion.chunk",
             "created": int(source.created_at),
             "model": self._chat.model or source.model_id,
@@ -344,14 +398,18 @@ def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def _logprobs(texts: Sequence[str] | None, values: Sequence[float]) -> dict[str, Any]:
-    return {
-        "content": [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in zip(texts or (), values, strict=True)
-        ],
-        "refusal": None,
-    }
+def _logprobs(texts: Sequence[str] | None, values: Sequence[float], tops: TopTexts) -> dict[str, Any]:
+    """`tops` is empty, or has the likeliest tokens for each value."""
+    entries = zip(texts or (), values, tops or itertools.repeat(()), strict=False)
+    content = [
+        _token(text, logprob) | {"top_logprobs": [_token(*top) for top in likeliest]}
+        for text, logprob, likeliest in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def _short(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from gateway.conversation import ChatCall, Message, Tool, tool_call_entry
-from gateway.routes.openai_messages import function_tool, offered_tools
+from gateway.routes.openai_messages import function_tool, offered_tools, tool_choice_of
 from gateway.routes.serving import decode_body
 from gateway.sampling import check_settings
 from model_runtime.errors import InvalidRequestError
@@ -106,12 +106,17 @@ def to_call(agent_id: str, request: ResponsesRequest) -> ChatCall:
     messages += _messages_of(request.input)
     if not messages:
         raise _refused("input is empty", "input")
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())]
+    listed = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())]
+    tools = offered_tools(listed, request.tool_choice, parallel=request.parallel_tool_calls)
+    choice = request.tool_choice
+    if isinstance(choice, dict):  # named without an object around the name
+        choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
     return ChatCall(
         agent_id=agent_id,
         messages=messages,
         sampling=settings,
-        tools=offered_tools(tools, request.tool_choice, parallel=request.parallel_tool_calls),
+        tools=tools,
+        tool_choice=tool_choice_of(choice, tools),
     )
 
 

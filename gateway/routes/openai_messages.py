@@ -53,12 +53,6 @@ def text_of(content: Any, where: str) -> str:
 
 def offered_tools(tools: Any, choice: Any, *, parallel: bool | None = None) -> tuple[Tool, ...]:
     """The functions the model is shown; none with tool_choice "none". Raises InvalidRequestError."""
-    if choice not in (None, "auto", "none"):
-        raise _refused(
-            f"tool_choice {choice!r} is not supported: a grammar would force the call, and logprobs would "
-            "be another distribution's than the model's; use auto or none",
-            "tool_choice",
-        )
     shown = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ()))
     if choice == "none" or not shown:
         return ()
@@ -68,6 +62,25 @@ def offered_tools(tools: Any, choice: Any, *, parallel: bool | None = None) -> t
             "parallel_tool_calls",
         )
     return shown
+
+
+def tool_choice_of(choice: Any, shown: tuple[Tool, ...]) -> str | dict[str, Any]:
+    """ "auto", "required", or one of the functions shown. Raises InvalidRequestError."""
+    if choice in (None, "auto", "none"):
+        return "auto"
+    names = [tool["function"]["name"] for tool in shown]
+    if choice == "required" and names:
+        return "required"
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if name in names:
+            return {"type": "function", "function": {"name": name}}
+    raise _refused(
+        f"tool_choice {choice!r} can't be honoured: it must be auto, none, required, or one of the functions "
+        f"offered, which are {names}",
+        "tool_choice",
+    )
 
 
 def _tool(tool: Any, where: str) -> Tool:

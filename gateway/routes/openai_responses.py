@@ -116,7 +116,7 @@ def _finished(request: ResponsesRequest, reply: ChatReply) -> dict[str, Any]:
 def _items(reply: ChatReply) -> list[dict[str, Any]]:
     status = "incomplete" if reply.finish_reason == "length" else "completed"
     items = []
-    if reply.reasoning is not None:
+    if reply.reasoning:
         items.append(_reasoning_item(reply.request_id, reply.reasoning))
     if reply.content or not reply.tool_calls:
         items.append(_message_item(reply.request_id, reply.content, status))

@@ -21,7 +21,7 @@ from gateway.routes.anthropic_messages import parse_messages_request, to_call
 from gateway.routes.openai_messages import normal_message, offered_tools
 from model_runtime.config import ModelConfig, StoreConfig
 from model_runtime.layout import RunLayout, served_name
-from model_runtime.llm_client import LLMServerClient
+from model_runtime.llm_client import AskedChat, LLMServerClient
 from model_runtime.rollout_server import RolloutRuntime
 from model_runtime.store import open_store
 from model_runtime.tokenizer_bundle import build_tokenizer_document, publish_tokenizer
@@ -204,7 +204,7 @@ async def test_the_servers_parser_reads_calls_out_of_ids(server: VLLMServer, sam
         parsed = await client.parse_answer(
             prompt_ids=[1, 2, 3],
             token_ids=ids,
-            tools=offered_tools([SEARCH], None),
+            asked=AskedChat(tools=offered_tools([SEARCH], None)),
             request_id="r",
             timeout_s=10,
         )

@@ -200,7 +200,7 @@ BLOCK = {"type": "text", "text": "x"}
         {"messages": HELLO, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "search"}},
         {"messages": HELLO, "tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         {"messages": HELLO, "max_tokens": 0},
-        {"messages": HELLO, "stop_sequences": ["hello"]},
+        {"messages": HELLO, "stop_sequences": [""]},
     ],
 )
 def test_what_can_not_be_honoured_is_a_400(tools: GatewayHarness, body: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 from gateway.codec import OFF_LOOP_CHARS, ChatCodec, TextMark
 from model_runtime.errors import CorruptObjectError, InvalidRequestError
 from tests.fakes import CHATML, make_tokenizer, make_tokenizer_document
+from tests.tool_use import TOOL_TEMPLATE
 
 # Llama-style: a bos variable, trimmed content, loop controls, a generation block.
 TRIMMING = (
@@ -151,6 +152,13 @@ def test_templates_that_rewrite_answers_are_recognised_at_load() -> None:
     assert "led by a space" in (make_codec(TRIMMING).splice_problem or "")
     refusing = "{{ raise_exception('no ' + messages[0]['role']) }}"
     assert "no user" in (make_codec(refusing).splice_problem or "")
+    # Qwen3's way with thoughts; its calls stay as they were.
+    assert make_codec(TOOL_TEMPLATE).splice_problem == (
+        "it leaves the reasoning of an earlier answer out once the user speaks again"
+    )
+    renumbering = TOOL_TEMPLATE.replace("'<|im_start|>assistant\\n'", "'<|im_start|>' ~ messages | length")
+    assert renumbering != TOOL_TEMPLATE
+    assert "tools" in (make_codec(renumbering).splice_problem or "")
 
 
 def test_decoding_leaves_special_tokens_out() -> None:

@@ -1,34 +1,61 @@
-"""Random conversations, branching, edited, streamed, parallel, with tools and failures: every sampled token
-is in exactly one trajectory or accounted for, and a chain is what the server was given and gave."""
+"""Random conversations, branching, edited, streamed, parallel, of several choices, with tools, thoughts,
+retries, failures, cancels and new versions: every sampled token is in exactly one trajectory or accounted
+for, and a chain is what the server was given and gave."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
 from model_runtime.config import StoreConfig
+from model_runtime.layout import served_name
 from model_runtime.store import open_store
+from model_runtime.types import Trajectory
 from tests.gateway_harness import GatewayHarness, LiveSession, live_gateway
 from tests.tool_use import SEARCH, calling, result, user
 from tests.tool_use import call as tool_call
-from tests.unit.gateway.test_rollback import counters
+from tests.unit.gateway.test_streaming import until
 from tests.unit.gateway.test_tools import COMPACT_CALL, SAMPLED_CALL, prepare, tool_config
 
-ANSWERS = ["hello", "naïve 🙂", SAMPLED_CALL, COMPACT_CALL, "  spaces\n", "a longer answer than most"]
+ANSWERS = [
+    "hello",
+    "naïve 🙂",
+    SAMPLED_CALL,
+    COMPACT_CALL,
+    "  spaces\n",
+    "a longer answer than most",
+    f"<think>\nwhy\n</think>\n\n{SAMPLED_CALL}",
+    "<think>so</think>well",
+    "Action STOP and more",
+]
+KINDS = [
+    "edit",
+    "anew",
+    "repeat",
+    "parallel",
+    "choices",
+    "retry",
+    "refused",
+    "aborted",
+    "cut",
+    "cancel",
+    "flip",
+]
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["go on", "go on", "go on", "edit", "anew", "repeat", "parallel", "fail"]),
+        st.sampled_from(["go on"] * 4 + KINDS),
         st.integers(0, 5),  # which conversation, counted from the newest
         st.integers(0, len(ANSWERS) - 1),
         st.booleans(),  # streamed
+        st.booleans(),  # the agent leaves reasoning out
     ),
     min_size=1,
     max_size=9,
@@ -38,7 +65,7 @@ STEPS = st.lists(
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayHarness]:
     store = open_store(StoreConfig(url=str(tmp_path_factory.mktemp("properties"))))
-    with live_gateway(store, config=tool_config()) as harness:
+    with live_gateway(store, config=tool_config(reasoning_parser="qwen3")) as harness:
         yield prepare(harness)
 
 
@@ -48,24 +75,56 @@ class Agent:
     def __init__(self, harness: GatewayHarness, session: LiveSession) -> None:
         self.harness, self.session = harness, session
         self.histories: list[list[dict[str, Any]]] = []
-        self.num_calls = 0
+        self.num_answers = 0  # that a client was given whole
+        self.num_cuts = 0
+        self.uncertain: set[str] = set()  # requests of which the gateway may have heard any number of tokens
+        self.version = 0
 
-    def step(self, kind: str, which: int, answer: int, streamed: bool) -> None:
-        self.harness.server.answers = [ANSWERS[answer]]
-        self.harness.server._num_answers = 0
+    def step(self, kind: str, which: int, answer: int, streamed: bool, forgets: bool) -> None:
+        server = self.harness.server
+        server.answers, server._num_answers = [ANSWERS[answer]], 0
+        server.token_delay_s, server.break_after = 0.0, -1
         messages = self._messages(kind, which)
-        if kind == "fail":
-            self.harness.server.fail_next = [400]
-            assert self._ask(messages, streamed).status_code == 400
-            return
-        if kind == "parallel":
-            with ThreadPoolExecutor(2) as pool:
-                answers = list(pool.map(lambda _: self._ask(messages, streamed), range(2)))
-        else:
-            answers = [self._ask(messages, streamed)]
+        fields: dict[str, Any] = {"tools": [SEARCH], "stream": streamed, "stop": ["STOP"]}
+        match kind:
+            case "refused":
+                server.fail_next = [400]
+                assert self._ask(messages, fields).status_code == 400
+            case "cancel":
+                self._hang_up(messages, fields)
+            case "cut":
+                server.break_after, server.break_by = 1, "error"
+                self.num_cuts += 1
+                self._ask(messages, fields | {"stream": True})
+            case "parallel":
+                with ThreadPoolExecutor(2) as pool:
+                    answers = list(pool.map(lambda _: self._ask(messages, fields), range(2)))
+                self._keep(messages, answers, streamed, forgets)
+            case "choices":
+                self._keep(messages, [self._ask(messages, fields | {"n": 2})], streamed, forgets)
+            case "retry":
+                first = self._ask(messages, fields)
+                again = self._ask(messages, fields, fresh=False)
+                assert again.text == first.text or streamed
+                assert again.headers["x-request-id"] == first.headers["x-request-id"]
+                self._keep(messages, [first], streamed, forgets)
+            case _:
+                if kind == "flip":
+                    self.version += 1
+                    live = {"published_version": self.version, "live_versions": [self.version]}
+                    self.harness.renew("plan", **live)
+                if kind == "aborted":
+                    server.fail_next = ["abort"]
+                self._keep(messages, [self._ask(messages, fields)], streamed, forgets)
+
+    def _keep(self, messages: list[Any], answers: list[Any], streamed: bool, forgets: bool) -> None:
         for response in answers:
-            assert response.status_code == 200
-            self.histories.append([*messages, self._message_of(response, streamed)])
+            assert response.status_code == 200, response.text
+            for message in messages_of(response, streamed):
+                self.num_answers += 1
+                if forgets:
+                    message.pop("reasoning_content", None)
+                self.histories.append([*messages, message])
 
     def _messages(self, kind: str, which: int) -> list[dict[str, Any]]:
         if kind == "anew" or not self.histories:
@@ -78,65 +137,111 @@ class Agent:
         calls = history[-1].get("tool_calls")
         return [*history, result("tea", calls[0]["id"]) if calls else user("go on")]
 
-    def _ask(self, messages: list[dict[str, Any]], streamed: bool) -> Any:
-        self.num_calls += 1
-        headers = {"x-stainless-retry-count": "0"}
-        return self.session.chat(messages, tools=[SEARCH], stream=streamed, headers=headers)
+    def _ask(self, messages: list[Any], fields: dict[str, Any], *, fresh: bool = True) -> Any:
+        headers = {"x-stainless-retry-count": "0"} if fresh else {}
+        return self.session.chat(messages, headers=headers, **fields)
 
-    def _message_of(self, response: Any, streamed: bool) -> dict[str, Any]:
-        if not streamed:
-            return response.json()["choices"][0]["message"]
-        lines = response.text.splitlines()
-        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
-        made = [entry for delta in deltas for entry in delta.get("tool_calls", ())]
-        text = "".join(delta.get("content") or "" for delta in deltas)
-        if not made:
-            return {"role": "assistant", "content": text}
-        functions = [entry["function"] for entry in made]
-        return calling(
-            *(tool_call(f["name"], f["arguments"], "new") for f in functions), content=text or None
-        )
+    def _hang_up(self, messages: list[Any], fields: dict[str, Any]) -> None:
+        """Begin to listen, and leave."""
+        server = self.harness.server
+        server.token_delay_s = 0.02
+        known = {request["request_id"] for request in server.requests}
+        body = {"messages": messages, "model": "m", **fields, "stream": True}
+        headers = self.session.headers | {"x-stainless-retry-count": "0"}
+        with (
+            httpx.Client(base_url=self.session.base_url, headers=headers) as http,
+            http.stream("POST", "agents/planner/v1/chat/completions", json=body) as response,
+        ):
+            next(response.iter_lines())
+        live = self.harness.gateway.sessions._sessions[self.session.session_id]
+        until(lambda: not live.calls.num_running, "the call did not end")
+        self.uncertain |= {request["request_id"] for request in server.requests} - known
+
+
+def messages_of(response: Any, streamed: bool) -> list[dict[str, Any]]:
+    if not streamed:
+        return [choice["message"] for choice in response.json()["choices"]]
+    lines = response.text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    choices = [choice for event in events for choice in event["choices"]]
+    count = 1 + max(choice["index"] for choice in choices)
+    return [joined([c["delta"] for c in choices if c["index"] == index]) for index in range(count)]
+
+
+def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
+    made = [entry["function"] for delta in deltas for entry in delta.get("tool_calls", ())]
+    text = "".join(delta.get("content") or "" for delta in deltas)
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if made:
+        message = calling(*(tool_call(f["name"], f["arguments"], "new") for f in made), content=text or None)
+    reasoning = "".join(delta.get("reasoning_content") or "" for delta in deltas)
+    return message | ({"reasoning_content": reasoning} if reasoning else {})
+
+
+def count(harness: GatewayHarness, *names: str) -> float:
+    """Of all samples of these counters that are of the model `plan`."""
+    lines = harness.http.get("/metrics").text.splitlines()
+    prefixes = tuple(f"repertory_gateway_{name}_total{{" for name in names)
+    found = [line for line in lines if line.startswith(prefixes) and 'model="plan"' in line]
+    return sum(float(line.split()[-1]) for line in found)
+
+
+def check_row(harness: GatewayHarness, row: Trajectory) -> int:
+    """The row is what the server was given and gave, turn by turn. Returns its sampled tokens."""
+    server = harness.server
+    mask = row.response_mask.astype(bool)
+    ids = [*row.prompt_ids.tolist(), *row.response_ids.tolist()]
+    asked = {request["request_id"]: request for request in server.requests}
+    assert (row.behavior_logprobs[~mask] == 0).all()
+    assert (row.token_versions[~mask] == -1).all()
+    covered = 0
+    for turn in row.turns:
+        span = slice(turn.start, turn.end)
+        attempts = [name for name in asked if name.startswith(f"{turn.request_id}-")]
+        name = max(attempts, key=lambda name: int(name.rpartition("-")[2]))
+        request = asked[name]
+        assert request["token_ids"] == ids[: len(row.prompt_ids) + turn.start]
+        assert server.gave[name] == row.response_ids[span].tolist()
+        assert row.behavior_logprobs[span].tolist() == server.logprobs(turn.end - turn.start)
+        assert mask[span].all()
+        [version] = set(row.token_versions[span].tolist())
+        assert request["model"] == served_name("plan", version)
+        assert (turn.version_min, turn.version_max) == (version, version)
+        assert turn.temperature == request["sampling_params"]["temperature"]
+        covered += turn.end - turn.start
+    assert covered == int(mask.sum())
+    return covered
 
 
 @hypothesis.settings(
-    max_examples=40,
+    max_examples=60,
     deadline=None,
     derandomize=True,
-    suppress_health_check=list(hypothesis.HealthCheck),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 @hypothesis.given(steps=STEPS)
 def test_no_sampled_token_is_lost_or_counted_twice(gateway: GatewayHarness, steps: list[Any]) -> None:
     harness = gateway
     prepare(harness)
-    before = counters(harness)
+    accounts = ("rolled_back_tokens", "discarded_tokens")
+    before = count(harness, *accounts)
     session = harness.open_session()
     agent = Agent(harness, session)
     for step in steps:
         agent.step(*step)
-    rows_answer = session.finalize(1.0)["num_rows"]
-    rolled_back = counters(harness)["rolled_back_tokens"] - before["rolled_back_tokens"]
+    ended = session.finalize(1.0)
+    accounted = count(harness, *accounts) - before
     rows = harness.rows("plan")
-    assert rows_answer == ({"plan": len(rows)} if rows else {})
-    # What was given to the server, by request; and how much it sampled.
-    given = Counter(tuple(request["token_ids"]) for request in harness.server.requests)
-    num_recorded, turns = 0, 0
-    for row in rows:
-        mask = row.response_mask.astype(bool)
-        ids = [*row.prompt_ids.tolist(), *row.response_ids.tolist()]
-        num_recorded += int(mask.sum())
-        assert (row.behavior_logprobs[~mask] == 0).all()
-        assert (row.token_versions[mask] == 0).all()
-        assert (row.token_versions[~mask] == -1).all()
-        for turn in row.turns:
-            turns += 1
-            count = turn.end - turn.start
-            assert mask[turn.start : turn.end].all()
-            asked = tuple(ids[: len(row.prompt_ids) + turn.start])
-            assert given[asked], "the server was never given this"
-            given[asked] -= 1
-            assert row.behavior_logprobs[turn.start : turn.end].tolist() == harness.server.logprobs(count)
-            text = harness.server.tokenizer.decode(row.response_ids[turn.start : turn.end].tolist())
-            assert text in ANSWERS
-    assert num_recorded + rolled_back == harness.server.num_sampled
-    assert turns <= agent.num_calls
+    # An agent that was answered with a failure leaves no rows: its tokens are accounted for all the same.
+    assert ended["status"] == ("infra" if agent.num_cuts else "finalized")
+    assert ended["num_rows"] == ({"plan": len(rows)} if rows else {})
+    assert len({row.trajectory_id for row in rows}) == len(rows)
+    turns = [turn.request_id for row in rows for turn in row.turns]
+    assert len(set(turns)) == len(turns)
+    num_recorded = sum(check_row(harness, row) for row in rows)
+    gave = harness.server.gave
+    num_certain = sum(len(ids) for name, ids in gave.items() if name not in agent.uncertain)
+    num_all = sum(len(ids) for ids in gave.values())
+    assert num_certain <= num_recorded + accounted <= num_all
+    if not agent.num_cuts and not agent.uncertain:
+        assert len(turns) <= agent.num_answers

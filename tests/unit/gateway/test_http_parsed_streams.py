@@ -21,6 +21,8 @@ from tests.unit.gateway.test_tools import SAMPLED_CALL, num_breaks, prepare, too
 THOUGHT = "let me think about the menu"
 TEXT = "There is green tea, and naïve 🙂 coffee"
 SAMPLED = f"<think>{THOUGHT}</think>{TEXT}{SAMPLED_CALL}"
+HELLO: Any = [user("x")]
+TOOLS: Any = [SEARCH]
 RESPONSES_TOOL: Any = {"type": "function", **SEARCH["function"]}
 MESSAGES_TOOL: Any = {"name": "search", "input_schema": SEARCH["function"]["parameters"]}
 
@@ -56,9 +58,9 @@ def test_reasoning_and_text_come_while_the_answer_is_sampled(thinking: GatewayHa
     with client_of(session) as client:
         for chunk in client.chat.completions.create(
             model="m",
-            messages=[user("x")],
-            tools=[SEARCH],
-            stream=True,  # type: ignore[list-item]
+            messages=HELLO,
+            tools=TOOLS,
+            stream=True,
         ):
             for choice in chunk.choices:
                 thought = getattr(choice.delta, "reasoning_content", None) or ""

@@ -98,13 +98,11 @@ def test_forced_sampling_beats_the_request_which_beats_the_sessions_defaults(har
     assert (second["temperature"], second["seed"]) == (0.9, 1)
 
 
-def test_a_stop_string_is_honoured_where_it_is_one_special_token(harness: GatewayHarness) -> None:
+def test_a_stop_string_that_is_one_special_token_ends_the_turn_by_its_id(harness: GatewayHarness) -> None:
     session = harness.open_session()
     assert session.chat("x", stop=["<tool>"]).status_code == 200
-    assert harness.server.requests[-1]["sampling_params"]["stop_token_ids"] == [2, 0, 3]
-    refused = session.chat("x", stop="hello")
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "stop"
+    asked = harness.server.requests[-1]["sampling_params"]
+    assert (asked["stop_token_ids"], "stop" in asked) == ([2, 0, 3], False)
 
 
 # ------------------------------------------------------------------ the record

@@ -223,6 +223,10 @@ BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
     "no agents": ([(("agent_model_mapping",), {})], ["agent_model_mapping", "at least 1"]),
     "disabled": ([(("multi_model", "enable"), False)], ["multi_model.enable", "got False", "must be true"]),
     "gateway mode": ([(("gateway", "mode"), "x")], ["gateway.mode", "got 'x'", "multi_model_router"]),
+    "off policy": (
+        [(("gateway", "allow_off_policy_sampling"), "often")],
+        ["gateway.allow_off_policy_sampling", "got 'often'"],
+    ),
     "port": ([(("gateway", "port"), 70000)], ["gateway.port", "got 70000", "65535"]),
     "one port twice": (
         [(("gateway",), {"port": 8000, "admin_port": 8000})],

@@ -44,7 +44,12 @@ def rich_shard() -> Shard:
         train=False,
     )
     turns = (
-        dataclasses.replace(first.turns[0], rewards={"tool": None, "reward": 1 / 3}, finish_reason="length"),
+        dataclasses.replace(
+            first.turns[0],
+            rewards={"tool": None, "reward": 1 / 3},
+            finish_reason="length",
+            off_policy={"top_p": "0.9", "tool_choice": '"required"'},
+        ),
         first.turns[1],
     )
     second = make_trajectory(member_index=3, attempt=1, agent_id="antwort_агент", version=41)
@@ -72,6 +77,18 @@ def test_a_reward_that_never_came_is_not_zero() -> None:
     (read,) = decode_shard(encode_shard(shard), source="s").trajectories
     assert read.workflow_rewards == {"reward": None}
     assert read.agent_rewards == {"reward": 0.0}
+
+
+def test_a_shard_of_before_turns_had_settings_off_the_policy_is_read() -> None:
+    shard = Shard((make_trajectory(),))
+    table = read_table(encode_shard(shard), source="s")
+    turns = [
+        [{k: v for k, v in t.items() if k != "off_policy"} for t in row] for row in table["turns"].to_pylist()
+    ]
+    fields = [f for f in table.schema.field("turns").type.value_type if f.name != "off_policy"]
+    older = pa.array(turns, type=pa.list_(pa.struct(fields)))
+    table = table.set_column(table.schema.get_field_index("turns"), "turns", older)
+    assert_same(decode_shard(write_table(table, b"[]"), source="s"), shard)
 
 
 @pytest.mark.parametrize("shard", [Shard(), Shard((), (make_settlement(num_rows={}, status="aborted"),))])
