@@ -23,6 +23,7 @@ from gateway.ingestor import TrajectoryIngestor
 from gateway.journal import SessionJournal
 from gateway.limits import BoundedRequests
 from gateway.metrics import GatewayMetrics
+from gateway.model_calls import ModelCallRoutes
 from gateway.recovery import recover
 from gateway.responses import error_response
 from gateway.route_table import AgentModelRouteTable
@@ -334,6 +335,7 @@ def _finished(app: FastAPI, gateway: Gateway, *, takes_admin_key: bool) -> FastA
         api.add_routes(app)
     app.include_router(session_routes.router)
     app.include_router(admin_routes.router)
+    app.add_middleware(ModelCallRoutes, routes=app.router.routes, on_error=error_response)
     for kind in (RepertoryError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(

@@ -297,7 +297,9 @@ class GatewayBindingRegistry:
             handle.num_failures = 0
 
     async def close(self) -> None:
-        """Stop what is being loaded."""
+        """Stop what is being loaded, and keep no connection."""
+        for binding in self:
+            self._replace_replicas(binding, ())
         for task in self._loading.values():
             task.cancel()
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
@@ -334,6 +336,9 @@ class GatewayBindingRegistry:
                 client = LLMServerClient(replica.url, replica.api_key.get_secret_value(), http=self._http)
                 handle = ReplicaHandle(replica, client)
             kept[replica.replica_id] = handle
+        for handle in binding.replicas.values():
+            if handle is not kept.get(handle.replica_id):
+                handle.client.retire()
         binding.replicas = kept
 
     def _want_codec(self, binding: ModelBinding, uri: str | None) -> None:

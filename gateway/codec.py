@@ -38,6 +38,7 @@ from model_runtime.types import Int32Array
 
 # Encoding costs about 1 µs a token. Above this many characters it leaves the event loop's thread.
 OFF_LOOP_CHARS = 4000
+LONG_TEXT_CHARS = 400_000
 
 TemplateArguments = Mapping[str, Any]
 """What a request hands to the template beside its messages and tools (`enable_thinking`, …)."""
@@ -55,8 +56,19 @@ class TextMark:
 
     @classmethod
     def of(cls, text: str) -> TextMark:
-        digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16)
-        return cls(len(text), digest.digest())
+        return cls(len(text), _rolling_digest(text).digest())
+
+    def of_longer(self, text: str) -> TextMark | None:
+        """The mark of a text that begins with the one this is of; None for a text that does not."""
+        rolling = _rolling_digest(text[: self.num_chars])
+        if len(text) < self.num_chars or rolling.digest() != self.digest:
+            return None
+        rolling.update(text[self.num_chars :].encode(errors="surrogatepass"))
+        return TextMark(len(text), rolling.digest())
+
+
+def _rolling_digest(text: str) -> hashlib.blake2b:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,22 +182,25 @@ class ChatCodec:
         None: the template does not write the earlier text unchanged, so the chain can't be continued.
         """
         whole = self.render_text([*messages, *new_messages], tools=tools, arguments=arguments)
+        mark = TextMark.of(whole) if before is None else before.of_longer(whole)
+        if mark is None:
+            return None
+        rest = None if before is None else whole[before.num_chars :]
         around = _Around(messages, new_messages, tools, arguments)
         if is_text(messages[-1]):
             # An answer cut before a stop string does not say all that was sampled.
             if len(sampled_ids) and self.decode(sampled_ids) != messages[-1]["content"]:
                 return None
-            tail = self._text_after_answer(around, whole=whole, before=before)
+            tail = self._text_after_answer(around, whole=whole, rest=rest)
         else:
-            sampled = self._text_of_turn(sampled_ids)
-            tail = self._text_after_calls(around, sampled, whole=whole, before=before)
+            tail = self._text_after_calls(around, self._text_of_turn(sampled_ids), rest=rest)
         if tail is None:
             return None
         ids = self.encode(tail)
         # The end-of-turn token the model sampled is already in the chain; a turn cut by length has none.
         if len(ids) and last_id in self.eos_token_ids and ids[0] == last_id:
             ids = ids[1:]
-        return RenderedPrompt(ids, TextMark.of(whole))
+        return RenderedPrompt(ids, mark)
 
     async def prompt(
         self,
@@ -202,7 +217,8 @@ class ChatCodec:
         self, messages: Sequence[Message], new_messages: Sequence[Message], **proof: Any
     ) -> RenderedPrompt | None:
         """`render_continuation`, off the event loop's thread when it is long."""
-        if _num_chars(messages) + _num_chars(new_messages) > OFF_LOOP_CHARS:
+        # What was there before is only written again, which costs a thousandth of encoding it.
+        if _num_chars(new_messages) > OFF_LOOP_CHARS or _num_chars(messages) > LONG_TEXT_CHARS:
             return await _off_loop(self.render_continuation, messages, new_messages, **proof)
         return self.render_continuation(messages, new_messages, **proof)
 
@@ -231,28 +247,25 @@ class ChatCodec:
 
     # -------------------------------------------------------------- the proof
 
-    def _text_after_answer(self, around: _Around, *, whole: str, before: TextMark | None) -> str | None:
-        """What the template writes after the answer, found by a sentinel in its place.
+    def _text_after_answer(self, around: _Around, *, whole: str, rest: str | None) -> str | None:
+        """What the template writes after the answer.
 
-        None unless `whole` is exactly: the text marked by `before`, the answer, and that."""
+        None unless `whole` is exactly: what was there before, the answer, and that. `rest` is what follows
+        the text before; where that isn't known, a sentinel in the answer's place finds it."""
+        answer = around.answer["content"]
+        if rest is not None:
+            return rest[len(answer) :] if rest.startswith(answer) else None
         head, tail = self._around_answer(around)
-        if tail is None or whole != head + around.answer["content"] + tail:
-            return None
-        if before is not None and TextMark.of(head) != before:
-            return None
-        return tail
+        return None if tail is None or whole != head + answer + tail else tail
 
-    def _text_after_calls(
-        self, around: _Around, sampled: str, *, whole: str, before: TextMark | None
-    ) -> str | None:
+    def _text_after_calls(self, around: _Around, sampled: str, *, rest: str | None) -> str | None:
         """As `_text_after_answer`, for an answer with tool calls or reasoning, which the template writes in
         a form of its own.
 
-        None unless `whole` is the text marked by `before`, the text that was sampled, and the rest. White
-        space inside the answer may differ: models and templates write JSON with other spaces."""
-        if before is None or TextMark.of(whole[: before.num_chars]) != before:
+        None unless `rest` is the text that was sampled, and what follows. White space inside the answer may
+        differ: models and templates write JSON with other spaces."""
+        if rest is None:
             return None
-        rest = whole[before.num_chars :]
         if rest.startswith(sampled):
             return rest[len(sampled) :]
         try:

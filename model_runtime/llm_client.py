@@ -20,6 +20,7 @@ import numpy as np
 from model_runtime import llm_wire as wire
 from model_runtime.errors import BackendRejectedError, BackendUnavailableError
 from model_runtime.llm_parsers import AskedChat, ParsedAnswer, ParsedDelta, ParserCalls, decode, plain_ids
+from model_runtime.post_connections import PostConnections
 from model_runtime.types import Float32Array, Int32Array
 
 CONNECT_TIMEOUT_S = 5.0
@@ -79,6 +80,11 @@ class LLMServerClient(ParserCalls):
     def __init__(self, url: str, api_key: str, *, http: aiohttp.ClientSession | None = None) -> None:
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"}
+        self._posts: PostConnections | None = None
+        if self.url.startswith("http://"):
+            self._posts = PostConnections(
+                self.url, headers=self._headers, connect_timeout_s=CONNECT_TIMEOUT_S
+            )
         self._http = http
         self._owns_http = http is None
 
@@ -136,7 +142,8 @@ class LLMServerClient(ParserCalls):
         async with self._request(
             "POST", path, body, timeout_s=timeout_s, stall_timeout_s=stall_timeout_s
         ) as response:
-            await _check_status(response, "POST", self.url + path)
+            if response.status >= 400:
+                _check_status(response.status, await response.read(), "POST", self.url + path)
             async for event in _events(response):
                 if event == b"[DONE]":
                     return
@@ -217,8 +224,14 @@ class LLMServerClient(ParserCalls):
         wanted = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
         return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(wanted))
 
+    def retire(self) -> None:
+        """Nothing more will be asked: keep no connection. Calls under way go on."""
+        if self._posts is not None:
+            self._posts.close()
+
     async def close(self) -> None:
-        """Close the connection pool, if it is this client's own."""
+        """Close idle connections, and the pool if it is this client's own."""
+        self.retire()
         if self._owns_http and self._http is not None:
             await self._http.close()
             self._http = None
@@ -226,9 +239,13 @@ class LLMServerClient(ParserCalls):
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float
     ) -> bytes:
-        async with self._request(method, path, body, timeout_s=timeout_s) as response:
-            await _check_status(response, method, self.url + path)
-            return await response.read()
+        if self._posts is not None and method == "POST":
+            status, data = await self._posts.post(path, msgspec.json.encode(body), timeout_s=timeout_s)
+        else:
+            async with self._request(method, path, body, timeout_s=timeout_s) as response:
+                status, data = response.status, await response.read()
+        _check_status(status, data, method, self.url + path)
+        return data
 
     @asynccontextmanager
     async def _request(
@@ -391,13 +408,13 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
                 yield event[len(b"data: ") :]
 
 
-async def _check_status(response: aiohttp.ClientResponse, method: str, url: str) -> None:
-    if response.status < 400:
+def _check_status(status: int, data: bytes, method: str, url: str) -> None:
+    if status < 400:
         return
-    message = _error_message(await response.read())
-    if response.status >= 500:
-        raise BackendUnavailableError(f"{method} {url}: {response.status} {message}")
-    raise BackendRejectedError(message, status_code=response.status)
+    message = _error_message(data)
+    if status >= 500:
+        raise BackendUnavailableError(f"{method} {url}: {status} {message}")
+    raise BackendRejectedError(message, status_code=status)
 
 
 def _generate_body(

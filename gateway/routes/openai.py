@@ -157,6 +157,8 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     chat = decode_body(_DECODER, body)
     for name, neutral in _REFUSED_UNLESS.items():
         value = getattr(chat, name)
+        if value is None:
+            continue
         if value not in neutral:
             raise InvalidRequestError(
                 f"{name} is not supported by this gateway (got {_short(value)})", param=name

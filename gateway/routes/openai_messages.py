@@ -15,6 +15,8 @@ _MESSAGE_KEYS = frozenset(
 def normal_message(message: dict[str, Any], index: int) -> Message:
     """Role, text content, and where there are any name, tool calls, call id and reasoning.
     Raises InvalidRequestError for anything more."""
+    if _is_plain(message):
+        return message  # what nearly all messages of a long conversation are
     where = f"messages[{index}]"
     for key, value in message.items():
         if key not in _MESSAGE_KEYS and value not in (None, [], {}, ""):
@@ -38,6 +40,16 @@ def normal_message(message: dict[str, Any], index: int) -> Message:
     if calls:
         normal["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
     return normal
+
+
+def _is_plain(message: dict[str, Any]) -> bool:
+    """A role and a text, and nothing else."""
+    return (
+        len(message) == 2
+        and type(message.get("content")) is str
+        and type(role := message.get("role")) is str
+        and role != ""
+    )
 
 
 def text_of(content: Any, where: str) -> str:

@@ -230,3 +230,29 @@ def test_the_tokens_encoded_per_turn_do_not_grow_with_the_conversation(
         assert rest is not None
         messages, mark = [*so_far, message("user", "more")], rest.mark
     assert len(set(encoded[1:])) == 1
+
+
+def test_a_mark_goes_on_only_over_a_text_that_begins_with_its_own():
+    mark = TextMark.of("one two")
+    assert mark.of_longer("one two three") == TextMark.of("one two three")
+    assert mark.of_longer("one two") == mark
+    assert mark.of_longer("one tw") is None
+    assert mark.of_longer("One two three") is None
+
+
+def test_what_was_encoded_before_is_not_encoded_again():
+    """However long a conversation grows, a turn encodes what is new in it."""
+    codec = ChatCodec(make_tokenizer_document(max_model_len=10**6))
+    conversation, mark, encoded = [message("user", "a question of some length")], None, []
+    encode, codec.encode = codec.encode, lambda text: encoded.append(encode(text)) or encoded[-1]
+    for number in range(30):
+        if mark is None:
+            mark = codec.render_prompt(conversation).mark
+        else:
+            rest = codec.render_continuation(conversation[:-1], conversation[-1:], last_id=-1, before=mark)
+            assert rest is not None
+            mark = rest.mark
+        answer, question = message("assistant", f"answer {number:02}" * 20), message("user", "and then?")
+        conversation += [answer, question]
+    assert len({len(ids) for ids in encoded[1:]}) == 1
+    assert len(encoded[-1]) < 20
