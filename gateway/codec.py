@@ -113,6 +113,7 @@ class ChatCodec:
         except jinja2.TemplateError as error:
             raise CorruptObjectError(f"{source}: chat_template can't be compiled: {error}") from error
         self._special_tokens = document.special_tokens
+        self._knows_developers = "developer" in document.chat_template
         self._special_ids = {
             token.content: id_
             for id_, token in self._tokenizer.get_added_tokens_decoder().items()
@@ -137,7 +138,7 @@ class ChatCodec:
         try:
             return self._template.render(
                 dict(arguments or {}),
-                messages=[_for_template(message) for message in messages],
+                messages=[self._for_template(message) for message in messages],
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -245,6 +246,12 @@ class ChatCodec:
         """The id of the special token that reads `text`, if there is one."""
         return self._special_ids.get(text)
 
+    def _for_template(self, message: Message) -> Message:
+        if message["role"] == "developer" and not self._knows_developers:
+            # OpenAI's later word for it. Templates leave out what roles they don't know say, or refuse it.
+            message = {**message, "role": "system"}
+        return _with_argument_objects(message)
+
     # -------------------------------------------------------------- the proof
 
     def _text_after_answer(self, around: _Around, *, whole: str, rest: str | None) -> str | None:
@@ -312,7 +319,7 @@ def is_text(message: Message) -> bool:
     return "tool_calls" not in message and "reasoning_content" not in message
 
 
-def _for_template(message: Message) -> Message:
+def _with_argument_objects(message: Message) -> Message:
     """Arguments that are no JSON object are shown to templates as an empty one, as vLLM does: they are in
     the history, where an error would end the conversation."""
     calls = message.get("tool_calls")

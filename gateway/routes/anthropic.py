@@ -233,4 +233,7 @@ def refusal(error: Exception) -> Response:
 def _error(failure: Failure) -> dict[str, Any]:
     status = failure.status_code
     kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": kind, "message": failure.message, "code": failure.code}
+    error: dict[str, Any] = {"type": kind, "message": failure.message, "code": failure.code}
+    if failure.param == "thread":  # the SDK's tool runner then sends whole conversations, as it must here
+        error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return error

@@ -25,6 +25,7 @@ _REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "output_format": (None,),
     "inference_geo": (None,),
     "speed": (None, "standard"),
+    "thread": (None,),
 }
 
 
@@ -58,6 +59,7 @@ class MessagesRequest(msgspec.Struct, forbid_unknown_fields=True):
     output_format: Any = None
     inference_geo: Any = None
     speed: Any = None
+    thread: Any = None
 
 
 _DECODER = msgspec.json.Decoder(MessagesRequest)

@@ -51,6 +51,7 @@ _REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "prediction": (None,),
     "reasoning_effort": (None,),
+    "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
 
@@ -98,6 +99,7 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     audio: Any = None
     prediction: Any = None
     reasoning_effort: Any = None
+    verbosity: Any = None
     web_search_options: Any = None
 
 

@@ -20,7 +20,6 @@ _REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "background_options": (None,),
     "context_management": (None, []),
     "prompt": (None,),
-    "text": (None, {}, {"format": {"type": "text"}}),
     "truncation": (None, "disabled"),
     "top_logprobs": (None, 0),
     "max_tool_calls": (None,),
@@ -28,6 +27,9 @@ _REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "image": (None,),
     "stream_options": (None, {}, {"include_obfuscation": False}, {"include_obfuscation": True}),
 }
+_NEUTRAL_TEXT: dict[str, Any] = {"format": {"type": "text"}, "verbosity": "medium"}
+# No summary is made: the reasoning itself is in the answer.
+_NEUTRAL_REASONING: dict[str, Any] = {"summary": "auto", "generate_summary": "auto"}
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -81,12 +83,21 @@ def parse_responses_request(body: bytes) -> ResponsesRequest:
         value = getattr(request, name)
         if value not in neutral or (isinstance(value, bool) and name == "top_logprobs"):
             raise _refused(f"{name} is not supported by this gateway", name)
-    if any(value is not None for value in (request.reasoning or {}).values()):
-        raise _refused("reasoning can't be set: the model reasons as it was trained to", "reasoning")
+    _check_nested(request.text, "text", _NEUTRAL_TEXT)
+    _check_nested(request.reasoning, "reasoning", _NEUTRAL_REASONING)
     extra = set(request.include or ()) - {"reasoning.encrypted_content"}
     if extra:
         raise _refused(f"include {min(extra)!r} is not supported by this gateway", "include")
     return request
+
+
+def _check_nested(given: Any, name: str, neutral: dict[str, Any]) -> None:
+    """Refuses an object of which a field asks for something."""
+    if not isinstance(given, dict | None):
+        raise _refused(f"{name} must be an object, got {given!r}", name)
+    for key, value in (given or {}).items():
+        if value is not None and value != neutral.get(key):
+            raise _refused(f"{name}.{key} is not supported by this gateway", f"{name}.{key}")
 
 
 def to_call(agent_id: str, request: ResponsesRequest) -> ChatCall:
@@ -168,7 +179,6 @@ def _spoken(item: dict[str, Any], where: str) -> Message:
     role = item.get("role")
     if role not in ("user", "system", "developer"):
         raise _refused(f"{where}.role must be user, system, developer or assistant, got {role!r}", where)
-    role = "system" if role == "developer" else role
     return {"role": role, "content": _text_of(item.get("content"), f"{where}.content")}
 
 

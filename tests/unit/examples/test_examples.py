@@ -29,6 +29,15 @@ def test_the_readme_shows_the_program_that_is_there_in_at_most_30_lines() -> Non
     assert len(program.splitlines()) <= 30
 
 
+def test_the_agents_shown_are_the_programs_that_are_there() -> None:
+    programs = {path.name: path.read_text() for path in (EXAMPLES / "agents").glob("with_*.py")}
+    shown = re.findall(
+        r"```python\n(.*?)```", (EXAMPLES.parent / "docs" / "agents.md").read_text(), re.DOTALL
+    )
+    assert sorted(shown) == sorted(programs.values())
+    assert all(len(program.splitlines()) <= 30 for program in programs.values())
+
+
 def test_the_program_s_config_is_valid_and_names_its_own_workflow(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

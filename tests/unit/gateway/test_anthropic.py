@@ -108,6 +108,29 @@ def test_a_tool_conversation_is_one_chain(tools: GatewayHarness, stream: bool) -
     assert len(row.turns) == 2
 
 
+async def test_the_sdks_own_tool_runner_leaves_one_chain(tools: GatewayHarness) -> None:
+    """It would rather have the server keep the conversation, and is told that this one does not."""
+    tools.server.answers = [SAMPLED_CALL, "There is tea."]
+    asked: list[str] = []
+
+    @anthropic.beta_async_tool
+    async def search(query: str) -> str:
+        """Search the menu."""
+        asked.append(query)
+        return "tea"
+
+    session = tools.open_session()
+    url = f"{session.base_url}/agents/planner"
+    async with anthropic.AsyncAnthropic(base_url=url, api_key=session.api_key) as client:
+        runner = client.beta.messages.tool_runner(model="m", max_tokens=200, tools=[search], messages=HELLO)
+        last = await runner.until_done()
+    assert asked == ["tea"]
+    assert last.content[0].text == "There is tea."  # type: ignore[union-attr]
+    assert session.finalize(1.0)["num_rows"] == {"plan": 1}
+    [row] = tools.rows("plan")
+    assert len(row.turns) == 2
+
+
 def test_both_apis_leave_the_same_record(tools: GatewayHarness) -> None:
     rows = []
     for api in ("openai", "anthropic"):

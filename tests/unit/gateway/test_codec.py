@@ -55,6 +55,15 @@ def message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
+@pytest.mark.parametrize(("mention", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_a_developer_s_words_are_the_system_s_to_templates_that_know_no_developer(
+    mention: str, role: str
+) -> None:
+    codec = ChatCodec(make_tokenizer_document(chat_template=mention + CHATML))
+    text = codec.render_text([message("developer", "be brief"), message("user", "x")])
+    assert text.startswith(f"<|im_start|>{role}\nbe brief<|im_end|>")
+
+
 def conversations() -> list[list[dict[str, Any]]]:
     roles = ("system", "user", "assistant", "tool", "user", "assistant", "user")
     found = [[message("user", text)] for text in TEXTS]

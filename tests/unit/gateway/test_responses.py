@@ -129,8 +129,11 @@ def test_a_stream_that_breaks_off_is_an_error_of_the_sdk(tools: GatewayHarness) 
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": "json"}, "text"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
@@ -148,6 +151,21 @@ def test_what_can_not_be_honoured_is_refused(
     answer = tools.open_session().post("agents/planner/v1/responses", {"input": "hello"} | fields)
     assert answer.status_code == 400
     assert param in (answer.json()["error"]["param"], answer.json()["error"]["message"].split()[0])
+
+
+def test_what_asks_for_nothing_is_taken(tools: GatewayHarness) -> None:
+    neutral = {
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "reasoning": {"effort": None, "summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+        "parallel_tool_calls": True,
+        "truncation": "disabled",
+        "store": True,
+        "metadata": {"trace": "1"},
+        "max_tool_calls": None,
+    }
+    answer = tools.open_session().post("agents/planner/v1/responses", {"input": "hello"} | neutral)
+    assert answer.status_code == 200
 
 
 def test_items_of_one_answer_are_one_message() -> None:
@@ -174,7 +192,7 @@ def test_items_of_one_answer_are_one_message() -> None:
     ]
     body = msgspec.json.encode({"input": items, "instructions": "do"})
     messages = to_call("a", parse_responses_request(body)).messages
-    assert [m["role"] for m in messages] == ["system", "system", "user", "assistant", "tool", "tool"]
+    assert [m["role"] for m in messages] == ["system", "developer", "user", "assistant", "tool", "tool"]
     assert messages[3]["content"] == "Let me look."
     assert messages[3]["reasoning_content"] == "why"
     assert [c["function"] for c in messages[3]["tool_calls"]] == [
