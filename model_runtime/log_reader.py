@@ -7,15 +7,18 @@ wrote.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from model_runtime.errors import CorruptObjectError, ObjectNotFoundError
+from model_runtime.errors import CorruptObjectError, ObjectNotFoundError, StoreError
 from model_runtime.layout import ModelLayout
 from model_runtime.store import Store
 from model_runtime.trajectory_log import decode_shard
 from model_runtime.types import Shard
+
+MAX_AHEAD_BYTES = 64 * 2**20
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +37,21 @@ class LogReader:
         self._layout = layout
         self.next_seq: dict[str, int] = dict(start or {})
         self.quarantined: dict[Position, CorruptObjectError] = {}
+        self._ahead = ReadAhead(store, layout)
+
+    def prefetch(self) -> None:
+        """Begin to read what comes next, on another thread. `new_shards` then finds it read."""
+        self._ahead.begin(dict(self.next_seq))
 
     def new_shards(self) -> Iterator[tuple[Position, Shard]]:
         """Every shard written since the last call. The position moves on once the consumer takes the next."""
+        ahead = self._ahead.take()
         for writer in self._store.children(self._layout.log_writers()):
             seq = self.next_seq.setdefault(writer, 0)
-            while (data := self._get(writer, seq)) is not None:
-                shard = self._decode_or_quarantine((writer, seq), data)
+            while (found := ahead.pop((writer, seq), None) or self._get(writer, seq)) is not None:
+                shard = (
+                    found if isinstance(found, Shard) else self._decode_or_quarantine((writer, seq), found)
+                )
                 if shard is not None:
                     yield (writer, seq), shard
                 seq += 1
@@ -67,6 +78,54 @@ class LogReader:
                 self.quarantined[position] = error
                 logger.error("shard set aside, its rows are not trained: %s", error)
                 return None
+
+
+class ReadAhead:
+    """Shards read and decoded before anyone asks for them. It only saves time: what can't be read is left to
+    the reader, which knows what to do about it."""
+
+    def __init__(self, store: Store, layout: ModelLayout) -> None:
+        self._store = store
+        self._layout = layout
+        self._found: dict[Position, Shard] = {}
+        self._thread: threading.Thread | None = None
+
+    def begin(self, next_seq: Mapping[str, int]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._read, args=(next_seq,), daemon=True)
+            self._thread.start()
+
+    def take(self) -> dict[Position, Shard]:
+        """What was found since the last call; waits for reading that is under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        found, self._found = self._found, {}
+        return found
+
+    def _read(self, next_seq: Mapping[str, int]) -> None:
+        try:
+            writers = self._store.children(self._layout.log_writers())
+        except StoreError as error:
+            logger.debug("nothing is read ahead: %s", error)
+            return
+        left = MAX_AHEAD_BYTES
+        for writer in writers:
+            left = self._read_writer(writer, next_seq.get(writer, 0), left)
+
+    def _read_writer(self, writer: str, seq: int, left: int) -> int:
+        """Bytes left to read after this writer's new shards."""
+        while left > 0:
+            key = self._layout.log_shard(writer, seq)
+            try:
+                data = self._store.get(key)
+                self._found[writer, seq] = _decode(data, source=self._store.uri(key))
+            except (CorruptObjectError, StoreError) as error:  # or there is no more
+                logger.debug("reading ahead of %s ended: %s", writer, error)
+                break
+            left -= len(data)
+            seq += 1
+        return left
 
 
 def occurrence(position: Position, trajectory_id: str) -> str:

@@ -136,7 +136,11 @@ class Policy:
 
     def adapter_files(self) -> AdapterFiles:
         """The adapter as PEFT and vLLM read it."""
-        return pack(self.tensors(), self._config)
+        return self.packed(self.tensors())
+
+    def packed(self, tensors: Tensors) -> AdapterFiles:
+        """The same of a copy; touches nothing that training changes."""
+        return pack(tensors, self._config)
 
 
 def make_canary(

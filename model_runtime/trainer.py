@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from model_runtime.adapters import (
-    AdapterFiles,
     Tensors,
     check_adapter,
     fetch_version,
@@ -33,10 +32,11 @@ from model_runtime.adapters import (
     next_free_version,
     write_version,
 )
+from model_runtime.background import BackgroundWriter
 from model_runtime.batch_source import NO_SIGNAL_BATCHES, BatchSource
 from model_runtime.checkpoints import TrainingState, load_latest_checkpoint, save_checkpoint
 from model_runtime.config_file import parse_config
-from model_runtime.documents import CanaryProbe, CheckpointDocument, VersionDocument
+from model_runtime.documents import CheckpointDocument, VersionDocument
 from model_runtime.errors import (
     ConfigError,
     ObjectExistsError,
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.05  # between two looks at the mailbox while waiting
 LOAD_S = 600.0  # the longest sign of life while the model loads
+SIGN_OF_LIFE_S = 10.0  # between two while the last writes end
 WORK_S = 300.0  # … during one forward and backward pass, or one store operation
 MAX_CANARY_PROMPT_TOKENS = 256
 
@@ -87,12 +88,15 @@ class FullyAsyncTrainer:
         self._layout = self._run.model(spec.model_id)
         self._control = TrainerControl()
         self._step = 0
-        self._version = -1  # newest version of this line of training
+        self._writer = BackgroundWriter(f"{spec.model_id}-writer")
+        self._version = -1  # newest version of this line of training; it may still be on its way to the store
         self._version_step = 0  # the step it was committed after
         self._newest_version = -1  # newest in the store; above `_version` while batches are replayed
+        self._committed_step: int | None = None  # `_version_step` of the newest of this line in the store
         self._version_tensors: Tensors | None = None
         self._trained_prompt: list[int] | None = None  # the canary's; from the first batch on
-        self._checkpoint_step: int | None = None
+        self._saved_step: int | None = None  # of the newest checkpoint, which may still be on its way too
+        self._checkpoint_step: int | None = None  # of the newest in the store
         self._timings: dict[str, float] = {}
 
     # ------------------------------------------------------------------ the loop
@@ -100,13 +104,17 @@ class FullyAsyncTrainer:
     def run(self) -> TrainerState:
         """Train until there is nothing left to do. Raises StopRequested when told to stop before that;
         what is trained by then is saved."""
-        self._begin()
         try:
-            return self._train()
-        except StopRequested:
-            if self._step != (self._checkpoint_step or 0):
-                self._save()
-            raise
+            self._begin()
+            try:
+                return self._train()
+            except StopRequested:
+                if self._step != (self._saved_step or 0):
+                    self._save()
+                self._finish_writing()
+                raise
+        finally:
+            self._writer.close()
 
     def _train(self) -> TrainerState:
         self._commit_if_due()  # a stop may have come between a step and its version
@@ -117,6 +125,7 @@ class FullyAsyncTrainer:
                 return self._finish(batch)
             self._journal(batch)
             waited = time.monotonic() - began
+            self._queue.prefetch()
             metrics = self._learner.update(
                 batch.rows,
                 step=batch.step,
@@ -133,8 +142,9 @@ class FullyAsyncTrainer:
     def _finish(self, state: TrainerState) -> TrainerState:
         if self._step > self._version_step:
             self._commit()
-        if self._checkpoint_step != self._step:
+        if self._saved_step != self._step:
             self._save()
+        self._finish_writing()
         reason = (
             f"{NO_SIGNAL_BATCHES} batches' worth of groups brought no signal" if state == "no_signal" else ""
         )
@@ -146,10 +156,8 @@ class FullyAsyncTrainer:
 
     def _begin(self) -> None:
         self._mailbox.working(for_s=LOAD_S)
-        from model_runtime.learner import (
-            Learner,
-            prepare_torch,
-        )  # seconds of import: after the first heartbeat
+        # Seconds of import: after the first heartbeat.
+        from model_runtime.learner import Learner, prepare_torch
         from model_runtime.policy import canary_prompts
 
         model_id, trainer = self._spec.model_id, self._model.trainer
@@ -165,14 +173,14 @@ class FullyAsyncTrainer:
         )  # fmt: skip
         self._batches = BatchSource(self._store, self._layout, self._model, self._queue)
         self._metrics = MetricsWriter(
-            self._store, self._layout, "steps",
-            epoch=self._spec.epoch, incarnation=self._spec.incarnation,
+            self._store, self._layout, "steps", epoch=self._spec.epoch, incarnation=self._spec.incarnation,
         )  # fmt: skip
         newest = latest_version(self._store, self._layout)
         self._newest_version = -1 if newest is None else newest
         self._report()
         if self._version < 0:
             self._commit()
+            self._finish_writing()
         self._report(state="running")
 
     def _restore(self) -> CheckpointDocument | None:
@@ -185,8 +193,9 @@ class FullyAsyncTrainer:
         self._learner.policy.load(state.adapter)
         self._learner.load_optimizer_state(state.optimizer)
         self._learner.load_generator_state(state.generators, state.values["generators"])
-        self._step = self._checkpoint_step = document.step
+        self._step = self._saved_step = self._checkpoint_step = document.step
         self._version, self._version_step = document.version, state.values["version_step"]
+        self._committed_step = self._version_step
         self._trained_prompt = state.values["trained_prompt"]
         self._version_tensors = self._tensors_of(document.version)
         logger.info("%s: resumed at step %d, version %d", self._spec.model_id, self._step, self._version)
@@ -255,31 +264,56 @@ class FullyAsyncTrainer:
         policy = self._learner.policy
         prompts = [*self._canary_prompts, *([self._trained_prompt] if self._trained_prompt else [])]
         canary = make_canary(policy, prompts, previous=self._version_tensors)
-        document = self._write_version(policy.adapter_files(), canary)
-        self._version, self._version_step = document.version, self._step
-        self._newest_version = max(self._newest_version, self._version)
-        self._version_tensors = policy.tensors()
-        self._timings["timing_s/commit_version"] = time.monotonic() - began
-        self._report()
-        logger.info("%s: committed v%d after step %d", self._spec.model_id, self._version, self._step)
+        tensors, step = policy.tensors(), self._step
 
-    def _write_version(self, files: AdapterFiles, canary: Sequence[CanaryProbe]) -> VersionDocument:
-        write = partial(
-            write_version, self._store, self._layout, files,
-            step=self._step, epoch=self._spec.epoch, canary=canary,
-        )  # fmt: skip
+        def write(version: int) -> VersionDocument:
+            return write_version(
+                self._store, self._layout, policy.packed(tensors),
+                version=version, step=step, epoch=self._spec.epoch, canary=canary,
+            )  # fmt: skip
+
+        self._version, self._version_step = self._number_of_next_version(write), step
+        self._version_tensors = tensors
+        self._timings["timing_s/commit_version"] = time.monotonic() - began
+        self._write(partial(write, self._version), self._note_version)
+
+    def _note_version(self, document: VersionDocument) -> None:
+        self._newest_version = max(self._newest_version, document.version)
+        self._committed_step = document.step
+        self._report()
+        logger.info("%s: committed v%d after step %d", self._spec.model_id, document.version, document.step)
+
+    def _number_of_next_version(self, write: Callable[[int], VersionDocument]) -> int:
+        """The next number, unless a replay on hardware that doesn't repeat itself finds it taken: what is
+        there stays what it is."""
+        number = self._version + 1
+        if number > self._newest_version:
+            return number
         try:
-            return write(version=self._version + 1)
+            return write(number).version
         except ObjectExistsError as error:
-            # A replay on hardware that doesn't repeat itself: that number is taken, and stays what it is.
             logger.warning("%s; taking the next free number", error)
-            return write(version=next_free_version(self._store, self._layout))
+            return next_free_version(self._store, self._layout)
+
+    def _write(self, job: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Beside the loop, while this epoch leads."""
+
+        def fenced() -> T:
+            self._refuse_if_superseded()
+            return job()
+
+        self._writer.submit(fenced, then)
+
+    def _finish_writing(self) -> None:
+        self._writer.finish(sign_of_life=lambda: self._mailbox.working(for_s=WORK_S), every_s=SIGN_OF_LIFE_S)
 
     def _publisher_has_caught_up(self) -> bool | None:
         published = self._control.published_version
-        return True if self._newest_version <= (-1 if published is None else published) else None
+        newest = max(self._newest_version, self._version)
+        return True if newest <= (-1 if published is None else published) else None
 
     def _save(self) -> None:
+        self._finish_writing()  # a store slower than training holds it up: copies don't pile up
         began = time.monotonic()
         self._refuse_if_superseded()
         self._mailbox.working(for_s=WORK_S)
@@ -294,15 +328,19 @@ class FullyAsyncTrainer:
                 "trained_prompt": self._trained_prompt,
             },
         )
-        save_checkpoint(
-            self._store, self._layout, state,
+        save = partial(
+            save_checkpoint, self._store, self._layout, state,
             step=self._step, epoch=self._spec.epoch, version=self._version,
             seed=self._seed, progress=self._queue.progress(),
         )  # fmt: skip
-        self._checkpoint_step = self._step
+        self._saved_step = self._step
         self._timings["timing_s/save_checkpoint"] = time.monotonic() - began
+        self._write(save, self._note_checkpoint)
+
+    def _note_checkpoint(self, document: CheckpointDocument) -> None:
+        self._checkpoint_step = document.step
         self._report()
-        logger.info("%s: checkpoint of step %d", self._spec.model_id, self._step)
+        logger.info("%s: checkpoint of step %d", self._spec.model_id, document.step)
 
     # ------------------------------------------------------------------ orders, waits, reports
 
@@ -318,8 +356,10 @@ class FullyAsyncTrainer:
             self._stop.wait(POLL_S)
 
     def _obey(self) -> None:
-        """Read the runtime's orders and give a sign of life. Raises StopRequested."""
+        """Read the runtime's orders and give a sign of life. Raises StopRequested, and what went wrong beside
+        the loop."""
         self._mailbox.working(for_s=WORK_S)
+        self._writer.settle()
         control = self._mailbox.control()
         if self._stop.is_set() or control.desired == "stop":
             raise StopRequested
@@ -367,7 +407,7 @@ class FullyAsyncTrainer:
         self._mailbox.report(
             step=self._step,
             committed_version=None if self._newest_version < 0 else self._newest_version,
-            committed_step=None if self._version < 0 else self._version_step,
+            committed_step=self._committed_step,
             checkpoint_step=self._checkpoint_step,
             steps_left=None if max_steps is None else max(0, max_steps - self._step),
             queue=self._queue.report(),

@@ -136,6 +136,10 @@ class TrainingQueue:
         self._report = self._make_report()
         return num_records
 
+    def prefetch(self) -> None:
+        """Read ahead, beside what the caller does until its next poll."""
+        self._reader.prefetch()
+
     def _furthest_first(self) -> list[Group]:
         """Whose arrays can be missed: open groups, then the end of the line; the next batch keeps its own."""
         return [*self._book.open_groups(), *reversed(list(self._ready.values())[self._wanted :])]

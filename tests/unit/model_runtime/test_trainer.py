@@ -10,6 +10,7 @@ import pytest
 from model_runtime import trainer as module
 from model_runtime.adapters import fetch_version, version_document
 from model_runtime.documents import EpochClaim
+from model_runtime.errors import StoreError
 from model_runtime.layout import RunLayout
 from model_runtime.metrics import read_metrics
 from model_runtime.store import open_store
@@ -260,6 +261,71 @@ def test_a_seed_that_changed_is_refused(folder):
     assert "seed is 1, but this run was trained with 0" in folder.status().reason
 
 
+# ------------------------------------------------------------------ writing beside the loop
+
+
+def store_that(monkeypatch, hook):
+    """The trainer's store, calling `hook(key)` before each write."""
+
+    def opened(config):
+        store = open_store(config)
+        for name in ("put", "put_if_absent"):
+            write = getattr(store, name)
+            monkeypatch.setattr(store, name, lambda key, data, write=write: (hook(key), write(key, data))[1])
+        return store
+
+    monkeypatch.setattr(module, "open_store", opened)
+
+
+def test_training_goes_on_while_a_checkpoint_is_being_written(folder, monkeypatch):
+    later_step = threading.Event()
+
+    def hook(key):
+        if key.startswith(folder.layout.checkpoint(3)):
+            assert later_step.wait(30), "the loop waited for its checkpoint"
+        if folder.layout.batch(5) == key:
+            later_step.set()
+
+    store_that(monkeypatch, hook)
+    folder.write_groups(make_groups(14))
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+    assert train(folder) == 0
+    assert later_step.is_set()
+    assert folder.status().checkpoint_step == 7
+
+
+def test_a_write_that_fails_beside_the_loop_ends_training_with_its_error(folder, monkeypatch):
+    def hook(key):
+        if key.startswith(folder.layout.checkpoint(3)):
+            raise StoreError("the bucket is full")
+
+    store_that(monkeypatch, hook)
+    folder.write_groups(make_groups(14))
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+    assert train(folder) == 1
+    assert folder.status().reason == "the bucket is full"
+    assert not folder.store.exists(folder.layout.checkpoint_marker(3))
+    assert len(folder.batches()) < 7
+
+
+def test_a_version_is_told_of_only_once_it_is_in_the_store(folder, monkeypatch):
+    written = threading.Event()
+
+    def hook(key):
+        if key == folder.layout.version_marker(1):
+            assert written.wait(30)
+
+    store_that(monkeypatch, hook)
+    folder.write_groups(make_groups(14))
+    folder.tell(published_version=UNBOUNDED)
+    with Running(folder) as running:
+        status = running.until(lambda status: status.step >= 3)
+        assert status.committed_version == 0
+        written.set()
+        status = running.until(lambda status: (status.committed_version or 0) >= 1)
+        assert status.committed_step >= 2
+
+
 # ------------------------------------------------------------------ crashes
 
 
@@ -268,19 +334,23 @@ class Killed(BaseException):
 
 
 def crash_at_write(monkeypatch, number, *, after):
-    """The store's write of this number never returns: it happened (`after`), or it did not."""
-    count = 0
+    """The store's write of this number never returns: it happened (`after`), or it did not. No later one,
+    of any thread, happens either."""
+    count, dead, one_at_a_time = 0, False, threading.Lock()
 
     def dying(write):
         def call(key, data):
-            nonlocal count
-            count += 1
-            if count == number and not after:
-                raise Killed
-            result = write(key, data)
-            if count == number:
-                raise Killed
-            return result
+            nonlocal count, dead
+            with one_at_a_time:
+                count += 1
+                dead = dead or (count == number and not after)
+                if dead:
+                    raise Killed
+                result = write(key, data)
+                dead = count == number
+                if dead:
+                    raise Killed
+                return result
 
         return call
 
