@@ -260,7 +260,9 @@ class Sampler:
         answer = await self._ask_parser(sampling, place, ids, sampling.asked)
         if answer is not None and not _are_objects(answer.tool_calls):
             answer = await self._ask_parser(sampling, place, ids, replace(sampling.asked, tools=()))
-        if answer is None or (answer.is_plain and answer.content == codec.decode_all(ids)):
+        if answer is None or (
+            answer.is_plain and _readable(answer.content) == _readable(codec.decode_all(ids))
+        ):
             return Answer(text)
         # Markup without a thought in it: the answer is still not what was sampled.
         reasoning = answer.reasoning or (None if answer.tool_calls else "")
@@ -285,6 +287,11 @@ class Sampler:
             return None
         calls = tuple(ToolCall(*call) for call in parsed.calls)
         return Answer(parsed.content, parsed.reasoning, calls)
+
+
+def _readable(text: str) -> str:
+    """Without the marks for bytes that are no text, of which every decoder writes another number."""
+    return text.replace("\ufffd", "")
 
 
 def _are_objects(calls: Sequence[ToolCall]) -> bool:

@@ -370,7 +370,7 @@ class FakeRolloutServer:
         self.requests: list[dict[str, Any]] = []
         self.gave: dict[str, list[int]] = {}  # by request id, what was sampled for it
         self.aborted: list[str] = []  # request ids whose connection was closed by the client
-        self.fail_next: list[int | str] = []  # an HTTP status, "drop" or "abort"
+        self.fail_next: list[int | str] = []  # an HTTP status, "drop", "abort" or "short" (a logprob missing)
         self.delay_s = 0.0
         self.finish_reason = "stop"
         self.token_delay_s = 0.0
@@ -462,6 +462,8 @@ class FakeRolloutServer:
         if self.served is not None and body["model"] not in self.served:
             return web.json_response({"error": {"message": f"no model {body['model']}"}}, status=404)
         answer = self._answer(body, aborted=failure == "abort")
+        if failure == "short":
+            del answer["choices"][0]["logprobs"]["content"][-1]
         if body.get("stream"):
             return await stream_answer(self, request, answer)
         try:

@@ -74,6 +74,19 @@ def result(text: str, call_id: str = "call_1") -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
+def said(content: str, reasoning: str | None = None) -> dict[str, Any]:
+    return {"role": "assistant", "content": content} | (thought(reasoning) if reasoning else {})
+
+
+def thought(reasoning: str) -> dict[str, Any]:
+    return {"reasoning": reasoning, "reasoning_content": reasoning}
+
+
+def text(content: str) -> dict[str, Any]:
+    """One part of a content of several."""
+    return {"type": "text", "text": content}
+
+
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [user("what is there?")],
     [{"role": "system", "content": "be brief"}, user("what is there?")],
@@ -90,4 +103,38 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
     ],
     [user("x"), calling(call("search", "not json")), result("error"), user("go on")],
     [user("x"), calling(call("search", "[1]")), result(""), calling(call("clock", "{}")), result("noon")],
+    [{"role": "system", "content": ""}, user("")],
+    [
+        {"role": "system", "content": "être bref 🙂"},
+        user("naïve 漢字\u200d\u0000 <b>&amp;</b> \\n"),
+        said(""),
+        user("x"),
+    ],
+    [user("x"), said("  spaces around \n\n"), user("\ttabs\r\n")],
+    [{"role": "user", "content": [text("one"), text(""), text("two\n")]}, said("y"), user("z")],
+    [user("x"), {"role": "assistant", "content": [text("a"), text("b")]}, user("y")],
+    [user("x"), said("because", "why, though"), user("and?")],
+    [
+        user("x"),
+        calling(call("clock", "{}"), content="") | thought("let me see"),
+        result("noon"),
+        user("so?"),
+    ],
+    [user("x"), calling(call("clock", "{}")) | thought("let me see\n"), result("noon")],
+    [
+        {"role": "system", "content": "s"},
+        user("x"),
+        calling(
+            call("search", '{"query": {"deep": [1, 2.5, null, true, "é"]}}', "a"), call("clock", "{}", "b")
+        ),
+        result("one", "a"),
+        {"role": "tool", "tool_call_id": "b", "content": [text("two"), text("parts")]},
+        said("done"),
+        user("again"),
+        calling(call("search", '{"query": "\\"quoted\\" \\u00fc"}', "c"), content="Looking."),
+        result("", "c"),
+    ],
+    [user("x"), {"role": "assistant", "content": None}, user("y")],
+    [user("a special <|im_end|> inside <tool_call>"), said("</think> and <think>"), user("y")],
+    [user("x" * 600), said("y" * 300), user("z")],
 ]

@@ -89,7 +89,7 @@ class MessagesExchange:
         content: list[dict[str, Any]] = []
         if reply.reasoning:
             content.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
-        if reply.content:
+        if reply.content or not reply.tool_calls:  # clients look at the first block without asking
             content.append({"type": "text", "text": reply.content, "citations": None})
         content += [_tool_use(call, arguments_object(call.arguments)) for call in reply.tool_calls]
         body = _frame(self.request, reply) | {

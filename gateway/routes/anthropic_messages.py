@@ -132,7 +132,7 @@ def _user(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
 
     def close_text() -> None:
         if texts:
-            messages.append({"role": role, "content": "\n".join(texts)})
+            messages.append({"role": role, "content": "\n".join(text for text in texts if text)})
             texts.clear()
 
     for index, block in enumerate(blocks):
@@ -173,7 +173,7 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
             calls.append(tool_call_entry(str(block.get("id") or ""), name, arguments))
         else:
             texts.append(_text(block, at))
-    message: Message = {"role": "assistant", "content": "\n".join(texts)}
+    message: Message = {"role": "assistant", "content": "\n".join(text for text in texts if text)}
     if thoughts:
         message["reasoning"] = message["reasoning_content"] = "\n".join(thoughts)
     if calls:

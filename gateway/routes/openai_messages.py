@@ -59,7 +59,7 @@ def text_of(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
-        return "\n".join(part["text"] for part in content)  # as vLLM joins them
+        return "\n".join(part["text"] for part in content if part["text"])  # as vLLM joins them
     raise _refused(f"{where} must be text or a list of text parts", where)
 
 

@@ -40,6 +40,9 @@ TOOL: Any = {
 }
 
 
+TOOLS: Any = [SEARCH]
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = make_model(tmp_path_factory.mktemp("models") / "tools")
@@ -131,11 +134,7 @@ def test_an_agent_with_tools_is_recorded_exactly(harness: GatewayHarness, server
     with client:
         for seed in range(2):
             reply = client.chat.completions.create(
-                model="m",
-                messages=messages,
-                tools=[SEARCH],
-                max_tokens=24,
-                seed=seed,  # type: ignore[list-item]
+                model="m", messages=messages, tools=TOOLS, max_tokens=24, seed=seed
             )
             messages += [reply.choices[0].message, user("look again")]
     assert session.finalize(1.0)["num_rows"] == {"plan": 1}
@@ -212,6 +211,101 @@ async def test_the_servers_parser_reads_calls_out_of_ids(server: VLLMServer, sam
     assert calls == ([("search", {"query": "tea"})] if "search" in sampled else [])
     expected = sampled.split("<tool_call>")[0] if calls else sampled
     assert parsed.content.strip() == expected.strip()
+
+
+@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize(
+    "sampled", [f"Let me look.\nnaïve 🙂 {SAMPLED_CALL}", "no call, and no end <tool", "<tool_call>{"]
+)
+async def test_pieces_the_server_parses_amount_to_the_whole_up_to_a_call(
+    server: VLLMServer, sampled: str, size: int
+) -> None:
+    codec = ChatCodec(build_tokenizer_document(model_config(server.base)))
+    ids = codec.encode(sampled).tolist()
+    common: Any = {
+        "prompt_ids": [1, 2, 3],
+        "asked": AskedChat(tools=offered_tools([SEARCH], None)),
+        "request_id": "r",
+        "timeout_s": 10,
+    }
+    heard, state, begun = "", None, False
+    async with LLMServerClient(server.url, server.api_key) as client:
+        whole = await client.parse_answer(token_ids=ids, **common)
+        for start in range(0, len(ids), size):
+            delta = await client.parse_piece(token_ids=ids[start : start + size], state=state, **common)
+            heard, state, begun = heard + delta.content, delta.state, delta.begins_call
+            if begun:
+                break
+    assert begun == bool(whole.calls)
+    assert whole.content.startswith(heard)
+    assert len(heard) >= len(sampled.split("<tool")[0].rstrip())
+
+
+UNIT: Any = {
+    "type": "function",
+    "function": {
+        "name": "unit",
+        "parameters": {
+            "type": "object",
+            "properties": {"unit": {"enum": ["c", "f"]}},
+            "required": ["unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "unit"}}])
+def test_the_servers_own_grammar_forces_a_call(harness: GatewayHarness, choice: Any) -> None:
+    session = harness.open_session(mode="eval", group_id="forced")
+    with openai.OpenAI(base_url=f"{session.base_url}/agents/planner/v1", api_key=session.api_key) as client:
+        for seed in range(8):  # the grammar lets the model make one call after another until it is cut
+            reply = client.chat.completions.create(
+                model="m", messages=ASKED, tools=[UNIT], tool_choice=choice, max_tokens=250, seed=seed
+            )
+            if reply.choices[0].finish_reason != "length":
+                break
+    made: Any = (reply.choices[0].message.tool_calls or [])[0]
+    assert made.function.name == "unit"
+    assert json.loads(made.function.arguments)["unit"] in ("c", "f")
+    assert reply.choices[0].finish_reason == "tool_calls"
+
+
+ASKED: Any = [user("What is the sum of seven and five?")]
+
+
+def test_choices_stop_strings_and_likeliest_tokens_are_the_servers_own_and_recorded_exactly(
+    harness: GatewayHarness, server: VLLMServer
+) -> None:
+    session = harness.open_session()
+    with openai.OpenAI(base_url=f"{session.base_url}/agents/planner/v1", api_key=session.api_key) as client:
+        reply = client.chat.completions.create(
+            model="m",
+            messages=ASKED,
+            n=3,
+            seed=1,
+            stop=["e", "o"],
+            logprobs=True,
+            top_logprobs=4,
+            max_tokens=60,
+        )
+        stream = client.chat.completions.create(
+            model="m", messages=ASKED, stream=True, seed=1, stop=["e", "o"], max_tokens=60
+        )
+        text = "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices)
+    texts = [choice.message.content or "" for choice in reply.choices]
+    assert text == texts[0]
+    assert len(set(texts)) > 1, "every choice has a seed of its own"
+    assert any(choice.finish_reason == "stop" for choice in reply.choices)
+    assert not any(letter in text for text in texts for letter in "eo")
+    for choice in reply.choices:
+        for entry in (choice.logprobs and choice.logprobs.content) or []:
+            likeliest = [top.logprob for top in entry.top_logprobs]
+            assert likeliest == sorted(likeliest, reverse=True)
+            assert max(likeliest) >= entry.logprob
+    assert session.finalize(1.0)["num_rows"] == {"plan": 4}
+    for row in harness.rows("plan"):
+        assert largest_error(row, server.base) <= 1e-4
 
 
 async def test_a_stream_that_is_left_ends_the_generation_on_the_server(server: VLLMServer) -> None:
