@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # More threads than free cores make vLLM and torch many times slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install run test test-all lint format type bench doctor gpu-check clean
+.PHONY: help install run test test-all lint format type bench doctor gpu-check docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ doctor: install  ## what this machine lacks for the quickstart
 
 gpu-check: install  ## one NVIDIA GPU: CUDA vLLM, swap, exactness, a training step (8 minutes at most)
 	@$(PY) deployments/gpu_check.py
+
+docs: install  ## write the pages that are made from the code
+	@$(PY) docs/generate.py
 
 clean:  ## remove the environments and caches; runs stay
 	rm -rf .venv .venv-vllm .repertory/install.lock .ruff_cache .pytest_cache .hypothesis
