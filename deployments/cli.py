@@ -227,7 +227,9 @@ def deploy(
 
     settings = load_config(config)
     version = uuid.uuid4().hex[:12]
-    wanted = deployments_of(settings, version=version, work_pool_name=pool, work_queue_name=queue)
+    wanted = deployments_of(
+        settings, version=version, scheduled=True, work_pool_name=pool, work_queue_name=queue
+    )
     done = asyncio.run(register(settings, wanted))
     if json:
         sys.stdout.write(json_format.dumps(dataclasses.asdict(done), indent=1) + "\n")

@@ -26,7 +26,7 @@ from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 
-from deployments.registration import config_tag
+from deployments.registration import SCHEDULE, config_tag
 from model_runtime.config import RunConfig
 from model_runtime.errors import ConfigError, PrefectError
 
@@ -96,6 +96,10 @@ async def _register(client: PrefectClient, deployment: RunnerDeployment) -> None
         if RETIRED in before.tags:
             deployment.paused = False
     await _limited(deployment.aapply())
+    if before is not None and not deployment.schedules:  # Prefect keeps what an empty list does not name
+        for schedule in before.schedules:
+            if schedule.slug == SCHEDULE:
+                await _limited(client.delete_deployment_schedule(before.id, schedule.id))
 
 
 async def _existing(client: PrefectClient, name: str) -> DeploymentResponse | None:

@@ -192,7 +192,7 @@ def serve_deployments(config: RunConfig, launch: str) -> None:
 
     from deployments.registration import deployments_of
 
-    registered = deployments_of(config, version=launch)
+    registered = deployments_of(config, version=launch, scheduled=False)
     serve(*registered, limit=2 * (len(config.models) + 4), pause_on_shutdown=False)
 
 

@@ -27,7 +27,7 @@ from model_runtime.config import RunConfig
 from model_runtime.errors import ConfigError, PrefectError
 
 PARENT_FLOW = "multi-model-training"
-FLOWS = [PARENT_FLOW, "model-runtime", "rollout"]
+FLOWS = [PARENT_FLOW, "model-runtime", "rollout", "evaluate"]
 CALL_LIMIT_S = 15.0
 
 _FINAL = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED)

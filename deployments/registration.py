@@ -5,16 +5,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
+from prefect.client.schemas.schedules import CronSchedule
 from prefect.deployments.runner import RunnerDeployment
 from prefect.types.entrypoint import EntrypointType
 
+from flows.evaluate import evaluate
 from flows.model_runtime import model_runtime
 from flows.multi_model_training import multi_model_training
 from flows.rollout import rollout
 from model_runtime.config import RunConfig
+from model_runtime.errors import ConfigError
 
 DEFAULT = "default"
 """What runs a model or a rollout that has no deployment of its own, as when the UI's form names a new one."""
+
+SCHEDULE = "evaluation"
+"""Slug of the schedule that a config's `evaluation.cron` makes."""
 
 
 def config_tag(name: str) -> str:
@@ -22,10 +30,13 @@ def config_tag(name: str) -> str:
     return f"config:{name}"
 
 
-def deployments_of(config: RunConfig, *, version: str, **common: Any) -> list[RunnerDeployment]:
+def deployments_of(
+    config: RunConfig, *, version: str, scheduled: bool, **common: Any
+) -> list[RunnerDeployment]:
     """All deployments of a config, the parent last: once it is there, so are those that it starts.
 
-    `common` goes to each: a work pool, its queue, job variables.
+    `scheduled`: evaluations begin by themselves as the config says. `common` goes to each: a work pool, its
+    queue, job variables.
     """
     # By module: every flow process imports the installed package, whatever folder it runs in.
     common |= {"version": version, "entrypoint_type": EntrypointType.MODULE_PATH}
@@ -36,7 +47,32 @@ def deployments_of(config: RunConfig, *, version: str, **common: Any) -> list[Ru
     ]
     made.append(model_runtime.to_deployment(DEFAULT, **common))
     made += [rollout.to_deployment(name, **common) for name in dict.fromkeys((config.name, DEFAULT))]
-    # The form of the UI starts from this config.
+    # The forms of the UI start from this config.
     parameters = {"run_id": "", "config": config.model_dump(mode="json")}
+    made.append(
+        evaluate.to_deployment(
+            config.name,
+            parameters=parameters,
+            tags=[ours],
+            # While one evaluation is at work another would find the same versions.
+            concurrency_limit=ConcurrencyLimitConfig(
+                limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW
+            ),
+            schedules=_schedules(config) if scheduled else [],
+            **common,
+        )
+    )
     made.append(multi_model_training.to_deployment(config.name, parameters=parameters, tags=[ours], **common))
     return made
+
+
+def _schedules(config: RunConfig) -> list[DeploymentScheduleCreate]:
+    """One, under a name by which deploying again replaces it. Raises ConfigError for a bad expression."""
+    cron = config.evaluation.cron
+    if cron is None:
+        return []
+    try:
+        schedule = CronSchedule(cron=cron)
+    except ValueError as error:
+        raise ConfigError(f"evaluation.cron: {cron!r} is no cron expression: {error}") from None
+    return [DeploymentScheduleCreate(schedule=schedule, slug=SCHEDULE)]

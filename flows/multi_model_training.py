@@ -197,15 +197,20 @@ async def take_over(config: RunConfig, run_id: str, place: ExitStack) -> Run:
 
 async def start_children(run: Run) -> None:
     """One flow run per model, and one that drives the agents' work if the config names any."""
+    add_models(run)
+    if run.config.workflow.function is not None:
+        run.rollout = _child(run, "rollout", *_rollout_deployments(run))
+    for child in run.children:
+        await start_child(child)
+
+
+def add_models(run: Run) -> None:
+    """The children that serve and train the models, not started yet."""
     for model in run.config.models:
         child = _child(run, model.model_id, f"model-runtime/{model.model_id}", "model-runtime/default")
         child.parameters |= {"model_id": model.model_id, "incarnation": 1}
         child.tags.append(f"model:{model.model_id}")
         run.models[model.model_id] = child
-    if run.config.workflow.function is not None:
-        run.rollout = _child(run, "rollout", *_rollout_deployments(run))
-    for child in run.children:
-        await start_child(child)
 
 
 def _rollout_deployments(run: Run) -> tuple[str, str]:

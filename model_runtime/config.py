@@ -22,6 +22,7 @@ from pydantic import (
 
 from model_runtime.config_section import Section
 from model_runtime.errors import ConfigError
+from model_runtime.evaluation_config import EvaluationConfig
 from model_runtime.gateway_config import GatewayConfig
 from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.trainer_config import LoRAConfig, LoRARank, TrainerConfig
@@ -267,7 +268,7 @@ class WorkflowConfig(Section):
     tasks: str | None = None
     """JSONL file, one task (a JSON object) a line."""
     held_out_tasks: str | None = None
-    """JSONL file of tasks never trained on; run greedily at the end."""
+    """JSONL file of tasks never trained on; worked on at the end as `evaluation` says."""
     group_size: int = Field(default=8, ge=2)
     """Executions of each task that are compared with one another."""
     epochs: int = Field(default=1, ge=1)
@@ -314,6 +315,8 @@ class RunConfig(Section):
     """The gateway."""
     store: StoreConfig = StoreConfig()
     """The store."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Evaluation of the held-out tasks."""
     seed: int = Field(default=0, ge=0)
     """Seeds adapters, task order and samplers."""
     max_duration_s: float | None = Field(default=None, gt=0)

@@ -14,6 +14,7 @@
   models/<model_id>/metrics/<stream>/<epoch>-<incarnation>-<chunk>.jsonl
   snapshots/<n>.json                             one version per model
   evaluations/<epoch>.json                       the held-out tasks with the last versions
+  evaluations/plan-<id>.json                     what the flow `evaluate` found, one file a plan
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+EVALUATION_INFIX = ".eval-"
+"""Between a run's id and an evaluation's, in the id of the run that works on it."""
 VERSION_MARKER = "VERSION.json"
 CHECKPOINT_MARKER = "MANIFEST.json"
 
@@ -139,8 +142,21 @@ class RunLayout:
     def snapshot(self, number: int) -> str:
         return f"{self.run_id}/snapshots/{number:0{_SEQ_DIGITS}d}.json"
 
+    def evaluations(self) -> str:
+        return f"{self.run_id}/evaluations"
+
     def evaluation(self, epoch: int) -> str:
         return f"{self.run_id}/evaluations/{epoch:0{_SEQ_DIGITS}d}.json"
+
+    def evaluation_of_plan(self, evaluation_id: str) -> str:
+        return f"{self.run_id}/evaluations/plan-{evaluation_id}.json"
+
+    def is_evaluation_of_plan(self, key: str) -> bool:
+        return key.startswith(f"{self.evaluations()}/plan-")
+
+    def evaluation_run(self, evaluation_id: str) -> str:
+        """Id of the run that works on an evaluation: a folder of its own beside this run's."""
+        return f"{self.run_id}{EVALUATION_INFIX}{evaluation_id}"
 
     def model(self, model_id: str) -> ModelLayout:
         return ModelLayout(f"{self.run_id}/models/{model_id}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ class DriverProgress:
     """How far the rollout is; given to the `progress` callback after every execution."""
 
     mode: Mode
-    groups_total: int
+    groups_total: int  # of an evaluation, which opens none: its executions
     groups_opened: int
     executions: dict[str, int]  # status → executions
     running: int
@@ -62,6 +63,7 @@ class DriverReport:
     forgot the session and the member was tried again; `unsettled`: the run stopped before."""
     mean_reward: float | None  # the workflow's, over finalized executions
     agent_success: dict[str, float]  # mean of each agent's `success` component over finalized executions
+    task_rewards: dict[str, list[float]]  # of an evaluation: group → rewards of its finished executions
     errors: dict[str, int]  # what workflows raised, and how often
     num_calls: int  # model calls
     duration_s: float
@@ -69,7 +71,7 @@ class DriverReport:
 
 class RolloutDriver:
     """Drives one pass of work: `train`, the task set in groups under the gateway's admission, or `eval`,
-    every held-out task once, greedily, outside of training.
+    every held-out task as `config.evaluation` says, outside of training.
 
     `run` returns when the tasks are done or the gateway says `ended`. It raises ConfigError for a workflow
     or task file that can't be used, and BackendUnavailableError when the gateway stays away; started again
@@ -100,14 +102,16 @@ class RolloutDriver:
         self._progress = progress
         self._workflow = workflow
         self._slots = asyncio.Semaphore(self._config.max_concurrent_executions)
-        self._tally = Tally()
+        self._evaluation = config.evaluation
+        self._tally = Tally(task_rewards=defaultdict(list) if mode == "eval" else None)
         self._groups_total = 0
 
     async def run(self) -> DriverReport:
         started = time.monotonic()
         workflow = self._workflow or load_workflow(self._config)
         groups = self._groups()
-        self._groups_total = len(groups)
+        samples = self._evaluation.samples_per_task if self._mode == "eval" else 1
+        self._groups_total = len(groups) * samples
         failure: BaseException | None = None
         # Each execution holds one connection at a time; the rest is for the driver's own calls.
         async with open_http(
@@ -133,6 +137,8 @@ class RolloutDriver:
             gateway=gateway,
             call_timeout_s=self._call_timeout_s,
             tally=self._tally,
+            evaluation=self._evaluation,
+            seed=self._seed,
         )
 
     def _groups(self) -> list[TaskGroup]:
@@ -153,8 +159,11 @@ class RolloutDriver:
     async def _drive(self, groups: list[TaskGroup], executor: WorkflowExecutor) -> None:
         async with asyncio.TaskGroup() as running:
             if self._mode == "eval":
+                samples = self._evaluation.samples_per_task
                 for group in groups:
-                    running.create_task(self._execute(executor, OpenGroup(group, 1), 0, 0))
+                    opened = OpenGroup(group, samples)
+                    for sample in range(samples):
+                        running.create_task(self._execute(executor, opened, sample, 0))
                 return
             cursor = await asyncio.to_thread(read_cursor, self._store, self._layout, self._models)
             await self._open_groups(groups, cursor, executor, running)
@@ -228,6 +237,7 @@ class RolloutDriver:
             executions=dict(tally.executions),
             mean_reward=tally.mean_reward,
             agent_success={agent: sum(v) / len(v) for agent, v in sorted(tally.successes.items())},
+            task_rewards={group: list(values) for group, values in (tally.task_rewards or {}).items()},
             errors=dict(tally.errors),
             num_calls=tally.num_calls,
             duration_s=duration_s,

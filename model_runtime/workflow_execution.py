@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from model_runtime.config import WorkflowConfig
 from model_runtime.errors import ConflictError, GatewayError, RunEndedError, UnknownSessionError
+from model_runtime.evaluation_config import EvaluationConfig
 from model_runtime.gateway_client import GatewayClient, is_infrastructure
 from model_runtime.protocol import (
     AbortRequest,
@@ -62,6 +63,7 @@ class Tally:
     errors: Counter[str] = field(default_factory=Counter)
     rewards: list[float] = field(default_factory=list)
     successes: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    task_rewards: dict[str, list[float]] | None = None  # group → rewards; kept in an evaluation alone
     num_calls: int = 0
     running: int = 0
     groups_opened: int = 0
@@ -72,10 +74,12 @@ class Tally:
     def mean_reward(self) -> float | None:
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
 
-    def note_rewards(self, session: WorkflowSession) -> None:
+    def note_rewards(self, session: WorkflowSession, group_id: str) -> None:
         for (agent_id, component), value in session.rewards.items():
             if agent_id is None and component == DEFAULT_COMPONENT:
                 self.rewards.append(value)
+                if self.task_rewards is not None:
+                    self.task_rewards[group_id].append(value)
             elif agent_id is not None and component == SUCCESS:
                 self.successes[agent_id].append(value)
 
@@ -96,8 +100,13 @@ class WorkflowExecutor:
         gateway: GatewayClient,
         call_timeout_s: float,
         tally: Tally,
+        evaluation: EvaluationConfig | None = None,
+        seed: int = 0,
     ) -> None:
+        """`evaluation` and `seed` say how to sample in mode `eval`."""
         self._config = config
+        self._evaluation = evaluation or EvaluationConfig()
+        self._seed = seed
         self._mode: Mode = mode
         self._workflow = workflow
         self._gateway = gateway
@@ -166,7 +175,7 @@ class WorkflowExecutor:
         finally:
             self._tally.num_calls += session.num_calls
         if answer.status == "finalized":
-            self._tally.note_rewards(session)
+            self._tally.note_rewards(session, member.group_id)
         return answer.status
 
     # -------------------------------------------------------------- one session
@@ -181,13 +190,20 @@ class WorkflowExecutor:
             member_index=member.member_index,
             attempt=member.attempt,
             sampling={} if evaluating else {"temperature": self._config.temperature},
-            forced_sampling={"temperature": 0.0} if evaluating else {},
+            forced_sampling=self._forced_sampling(member.member_index) if evaluating else {},
             timeout_s=self._config.execution_timeout_s + SESSION_SLACK_S,
         )
         answer = await self._session_answer(group, request)
         return WorkflowSession(
             answer, member=member, mode=self._mode, gateway=self._gateway, call_timeout_s=self._call_timeout_s
         )
+
+    def _forced_sampling(self, sample: int) -> dict[str, float | int]:
+        """Each sample of a task has a seed of its own, the same in every evaluation of the task set."""
+        if self._evaluation.temperature == 0:
+            return {"temperature": 0.0}
+        seed = self._seed * self._evaluation.samples_per_task + sample
+        return {"temperature": self._evaluation.temperature, "seed": seed}
 
     async def _session_answer(self, group: OpenGroup, request: SessionRequest) -> SessionAnswer:
         # A gateway that was restarted knows the group no more; a session that a killed driver left behind

@@ -52,7 +52,7 @@ class RolloutReporter:
 
 
 def percent_of(progress: DriverProgress) -> float:
-    """Share of the groups opened; of the tasks done where none is opened, in an evaluation."""
+    """Share of the groups opened; of the executions done where none is opened, in an evaluation."""
     done = progress.groups_opened if progress.mode == "train" else sum(progress.executions.values())
     return round(100.0 * min(1.0, done / max(1, progress.groups_total)), 1)
 
@@ -60,12 +60,12 @@ def percent_of(progress: DriverProgress) -> float:
 def describe(progress: DriverProgress) -> str:
     """`120 of 600 groups opened, 64 executions running; 870 finalized, 2 expired; mean reward 0.41`.
 
-    An evaluation opens no groups: `40 tasks, 8 executions running; …`."""
+    An evaluation opens no groups: `40 executions to do, 8 executions running; …`."""
     settled = ", ".join(f"{n} {status}" for status, n in sorted(progress.executions.items()))
     reward = "" if progress.mean_reward is None else f"; mean reward {progress.mean_reward:.2f}"
     opened = f"{progress.groups_opened} of {progress.groups_total} groups opened"
     return (
-        f"{opened if progress.mode == 'train' else f'{progress.groups_total} tasks'}, "
+        f"{opened if progress.mode == 'train' else f'{progress.groups_total} executions to do'}, "
         f"{progress.running} executions running; {settled or 'none settled'}{reward}"
     )
 

@@ -17,11 +17,12 @@ import pytest
 import yaml
 
 from model_runtime.config import StoreConfig
+from model_runtime.evaluation import read_evaluations
 from model_runtime.layout import RunLayout
 from model_runtime.processes import free_port
 from model_runtime.store import open_store
 from model_runtime.summary import read_summary
-from tests.integration.test_prefect_lifecycle import short_config
+from tests.integration.test_prefect_lifecycle import QUICKSTART, short_config
 
 pytestmark = pytest.mark.integration
 
@@ -113,19 +114,20 @@ def repertory(environment: dict[str, str]) -> Command:
 
 
 def deployed(environment: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """All deployments by name, those of the flow `model-runtime` and the others."""
+    """All deployments, by the name of their function and their own."""
     answer = httpx.post(
         f"{environment['PREFECT_API_URL']}/deployments/filter", json={}, timeout=10, trust_env=False
     )
     answer.raise_for_status()
-    return {deployment["name"]: deployment for deployment in answer.json()}
+    return {f"{d['entrypoint'].split('.')[-1]}/{d['name']}": d for d in answer.json()}
 
 
-def write_config(folder: Path, name: str, **models: str) -> str:
+def write_config(folder: Path, name: str, cron: str | None = None, **models: str) -> str:
     raw = {
         "name": name,
         "multi_model": {"models": [{"model_id": m, "model_path": path} for m, path in models.items()]},
         "agent_model_mapping": {f"{m}_agent": m for m in models},
+        "evaluation": {"cron": cron},
         "store": {"url": str(folder / "runs")},
     }
     path = folder / f"{name}.yaml"
@@ -136,14 +138,17 @@ def write_config(folder: Path, name: str, **models: str) -> str:
 def test_deploying_again_updates_and_retires_what_left(
     environment: dict[str, str], repertory: Command, tmp_path: Path
 ) -> None:
-    shop = write_config(tmp_path, "shop", alpha="/a", beta="/b", gamma="/c")
+    shop = write_config(tmp_path, "shop", cron="*/10 * * * *", alpha="/a", beta="/b", gamma="/c")
     first = repertory("deploy", shop, "--pool", POOL, "--json")
     assert first.returncode == 0, first.stderr
     assert json.loads(first.stdout)["registered"][-1] == "multi-model-training/shop"
     before = deployed(environment)
-    assert {"alpha", "beta", "gamma", "shop"} <= before.keys()
-    assert before["alpha"]["work_pool_name"] == POOL
-    assert set(before["alpha"]["tags"]) == {"config:shop", "model:alpha"}
+    alpha, beta, gamma = (f"model_runtime/{name}" for name in ("alpha", "beta", "gamma"))
+    assert {alpha, beta, gamma, "multi_model_training/shop", "rollout/shop"} <= before.keys()
+    assert before[alpha]["work_pool_name"] == POOL
+    assert set(before[alpha]["tags"]) == {"config:shop", "model:alpha"}
+    (schedule,) = before["evaluate/shop"]["schedules"]
+    assert (schedule["schedule"]["cron"], schedule["active"]) == ("*/10 * * * *", True)
 
     assert repertory("deploy", write_config(tmp_path, "other", beta="/b"), "--pool", POOL).returncode == 0
     smaller = write_config(tmp_path, "shop", alpha="/a")
@@ -151,15 +156,16 @@ def test_deploying_again_updates_and_retires_what_left(
     assert again.returncode == 0, again.stderr
     assert "retired model-runtime/gamma" in again.stdout
     after = deployed(environment)
-    assert after["alpha"]["id"] == before["alpha"]["id"], "updated in place: its history stays"
-    assert after["gamma"]["paused"]
-    assert "retired" in after["gamma"]["tags"]
-    assert not after["beta"]["paused"], "another config trains it still"
-    assert set(after["beta"]["tags"]) == {"config:other", "model:beta"}
+    assert after[alpha]["id"] == before[alpha]["id"], "updated in place: its history stays"
+    assert after[gamma]["paused"]
+    assert "retired" in after[gamma]["tags"]
+    assert not after[beta]["paused"], "another config trains it still"
+    assert set(after[beta]["tags"]) == {"config:other", "model:beta"}
+    assert after["evaluate/shop"]["schedules"] == []
 
     shop = write_config(tmp_path, "shop", alpha="/a", gamma="/c")
     assert repertory("deploy", shop, "--pool", POOL).returncode == 0
-    back = deployed(environment)["gamma"]
+    back = deployed(environment)[gamma]
     assert not back["paused"]
     assert set(back["tags"]) == {"config:shop", "model:gamma"}
 
@@ -176,18 +182,23 @@ def test_a_pool_that_is_not_there_is_refused_with_the_command_that_makes_it(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_worker_runs_the_parent_the_models_and_the_agents_to_the_end(
+def test_a_worker_runs_a_training_and_then_evaluates_its_versions(
     environment: dict[str, str], repertory: Command, tmp_path: Path
 ) -> None:
     config = short_config(tmp_path)
+    raw = yaml.safe_load(config.read_text())
+    raw["workflow"]["held_out_tasks"] = str(QUICKSTART / "tasks/held_out.jsonl")
+    config.write_text(yaml.safe_dump(raw))
     assert repertory("deploy", str(config), "--pool", POOL).returncode == 0
-    name = yaml.safe_load(config.read_text())["name"]
-    worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL]
-    with _process(worker, environment, tmp_path / "worker.log"):
+    name = raw["name"]
+    store, layout = open_store(StoreConfig(url=str(tmp_path / "runs"))), RunLayout("run-1")
+
+    def run_deployment(flow: str, **parameters: Any) -> None:
+        given = [f"--param={name}={json.dumps(value)}" for name, value in parameters.items()]
         ended = subprocess.run(
             [
-                *(sys.executable, "-m", "prefect", "deployment", "run", f"multi-model-training/{name}"),
-                *("--param", "run_id=run-1", "--watch", "--watch-timeout", "600"),
+                *(sys.executable, "-m", "prefect", "deployment", "run", f"{flow}/{name}"),
+                *(*given, "--watch", "--watch-timeout", "600"),
             ],
             env=environment,
             capture_output=True,
@@ -195,7 +206,24 @@ def test_a_worker_runs_the_parent_the_models_and_the_agents_to_the_end(
             timeout=700,
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr + (tmp_path / "worker.log").read_text()
-    summary = read_summary(open_store(StoreConfig(url=str(tmp_path / "runs"))), RunLayout("run-1"))
-    assert summary is not None
-    assert [m.latest_version for m in summary.models] == [12, 12]
-    assert all(m.balanced for m in summary.models)
+
+    worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL]
+    with _process(worker, environment, tmp_path / "worker.log"):
+        run_deployment("multi-model-training", run_id="run-1")
+        summary = read_summary(store, layout)
+        assert summary is not None
+        assert [m.latest_version for m in summary.models] == [12, 12]
+        assert all(m.balanced for m in summary.models)
+        assert summary.held_out is not None
+
+        run_deployment("evaluate")
+        run_deployment("evaluate")  # the same versions again: nothing to do
+        base = [{"model_id": m.model_id, "version": "base"} for m in summary.models]
+        run_deployment("evaluate", versions=base)
+    latest, of_base = read_evaluations(store, layout)
+    assert latest.plan.versions == {"planner_model": 12, "solver_model": 12}
+    assert latest.reward is not None
+    assert latest.reward.mean == pytest.approx(summary.held_out.reward), "greedy, so the same again"
+    assert of_base.plan.is_of_base
+    assert of_base.reward is not None
+    assert of_base.executions["finalized"] == latest.executions["finalized"] == 40

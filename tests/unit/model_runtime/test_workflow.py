@@ -18,6 +18,7 @@ from model_runtime import workflow_execution
 from model_runtime.config import RunConfig, StoreConfig
 from model_runtime.config_file import parse_config
 from model_runtime.errors import BackendUnavailableError, ConfigError, InvalidRequestError, ModelNotReadyError
+from model_runtime.evaluation_config import EvaluationConfig
 from model_runtime.layout import RunLayout
 from model_runtime.protocol import ADMIN_KEY_ENV
 from model_runtime.store import Store, open_store
@@ -51,9 +52,16 @@ def drive(gateway: FakeGateway, store: Store, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv(ADMIN_KEY_ENV, KEY)
 
     async def run(
-        workflow: Any, *, num_tasks: int = 3, mode: Any = "train", progress: Any = None, **settings: Any
+        workflow: Any,
+        *,
+        num_tasks: int = 3,
+        mode: Any = "train",
+        progress: Any = None,
+        evaluation: EvaluationConfig | None = None,
+        **settings: Any,
     ) -> DriverReport:
         config = make_config(tmp_path, num_tasks=num_tasks, **settings)
+        config = config.model_copy(update={"evaluation": evaluation or EvaluationConfig()})
         driver = RolloutDriver(
             config,
             run_id=RUN,
@@ -189,6 +197,19 @@ async def test_sampling_of_training_and_of_evaluation(drive: Drive, gateway: Fak
     assert all(s.request["forced_sampling"] == {"temperature": 0.0} for s in gateway.history)
     assert gateway.requests["/groups"] == 1  # of the training pass
     assert (report.mode, report.mean_reward) == ("eval", 1.0)
+
+
+async def test_samples_of_an_evaluation_have_seeds_of_their_own_and_rewards_by_task(
+    drive: Drive, gateway: FakeGateway
+) -> None:
+    evaluation = EvaluationConfig(samples_per_task=3, temperature=0.7)
+    seen: list[DriverProgress] = []
+    report = await drive(ask_planner, num_tasks=2, mode="eval", evaluation=evaluation, progress=seen.append)
+    forced = sorted(s.request["forced_sampling"]["seed"] for s in gateway.history)
+    assert forced == [0, 0, 1, 1, 2, 2], "the same for every task: samples differ by their prompts and seeds"
+    assert {s.request["forced_sampling"]["temperature"] for s in gateway.history} == {0.7}
+    assert sorted(map(len, report.task_rewards.values())) == [3, 3]
+    assert seen[-1].groups_total == sum(seen[-1].executions.values()) == 6
 
 
 async def test_progress_is_reported_after_every_execution(drive: Drive) -> None:

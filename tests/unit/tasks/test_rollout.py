@@ -22,8 +22,8 @@ def test_training_is_as_far_as_its_groups_are_opened() -> None:
     )
 
 
-def test_an_evaluation_opens_no_groups_and_is_as_far_as_its_tasks_are_done() -> None:
+def test_an_evaluation_opens_no_groups_and_is_as_far_as_its_executions_are_done() -> None:
     begun = progress("eval", finalized=9, aborted=1)
     assert percent_of(begun) == 25.0
-    assert describe(begun).startswith("40 tasks, 3 executions running; 1 aborted, 9 finalized")
+    assert describe(begun).startswith("40 executions to do, 3 executions running; 1 aborted, 9 finalized")
     assert percent_of(progress("eval", finalized=41)) == 100.0, "an execution tried twice counts twice"

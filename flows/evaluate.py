@@ -1,0 +1,167 @@
+"""An evaluation of versions that are in the store, with rollout servers and a gateway of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run as this_run
+from prefect.states import Cancelled
+
+from flows.multi_model_training import Run, add_models, shut_down, stop_children, take_over, watch_children
+from model_runtime.config import RunConfig
+from model_runtime.errors import RunFailedError
+from model_runtime.evaluation import (
+    EvaluationDocument,
+    EvaluationPlan,
+    ModelVersion,
+    estimate,
+    frozen_config,
+    make_plan,
+    newest_run,
+    pass_rates,
+    read_evaluation,
+    read_evaluations,
+    write_evaluation,
+)
+from model_runtime.layout import RunLayout
+from model_runtime.store import open_store
+from model_runtime.workflow import DriverReport
+from model_runtime.workspace import Workspace
+from tasks.children import start_child
+from tasks.evaluation import headline, show_evaluation
+from tasks.lifecycle import Stopped, cancel_children_of, run_watched, to_the_end, told_to_stop
+from tasks.rollout import RolloutReporter, drive
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+
+
+def _run_name() -> str:
+    given = this_run.parameters
+    config = given["config"]
+    name = config.get("name", "default") if isinstance(config, dict) else config.name
+    return f"evaluation · {given.get('run_id') or name}"
+
+
+@flow(
+    name="evaluate",
+    flow_run_name=_run_name,
+    on_cancellation=[cancel_children_of],
+    on_crashed=[cancel_children_of],
+    on_failure=[cancel_children_of],
+    persist_result=False,
+)
+async def evaluate(run_id: str = "", versions: list[ModelVersion] | None = None, *, config: RunConfig) -> Any:
+    """Works on the held-out tasks with versions from the store, outside of any training.
+
+    The same evaluation is done once: asked again, its outcome is shown.
+
+    Args:
+        run_id: Run whose versions are evaluated. Empty: the newest run of this config.
+        versions: Which version of which model. A model not named here: its latest.
+        config: Models, agents, workflow, store, and how to evaluate.
+    """
+    outcome = await run_watched(_evaluate(config, run_id, versions or []))
+    if isinstance(outcome, Stopped):
+        return Cancelled(message=f"stopped: {outcome.reason}")
+    return outcome.value
+
+
+async def _evaluate(config: RunConfig, run_id: str, versions: list[ModelVersion]) -> str:
+    store = open_store(config.store)
+    run_id = run_id or await asyncio.to_thread(newest_run, store, config.name)
+    plan = await asyncio.to_thread(make_plan, store, config, run_id=run_id, wanted=versions)
+    layout = RunLayout(run_id)
+    document = await asyncio.to_thread(read_evaluation, store, layout, plan.evaluation_id)
+    if document is not None:
+        log.info("%s of run %s is evaluated already", plan.named_versions(), run_id)
+        return headline(document)
+    work_id = layout.evaluation_run(plan.evaluation_id)
+    folder = Workspace(work_id).root / "versions"
+    frozen = await asyncio.to_thread(frozen_config, store, config, plan, folder)
+    began = time.time()
+    report = await run_frozen(frozen, work_id)
+    document = await asyncio.to_thread(
+        write_evaluation, store, layout, _document(plan, config, report, duration_s=time.time() - began)
+    )
+    before = await asyncio.to_thread(read_evaluations, store, layout)
+    await show_evaluation(document, before, headline(document))
+    return headline(document)
+
+
+async def run_frozen(config: RunConfig, work_id: str) -> DriverReport:
+    """Serve the frozen models, work on the held-out tasks, and leave nothing running."""
+    state, place = "failed", ExitStack()
+    run = await take_over(config, work_id, place)
+    try:
+        add_models(run)
+        for child in run.children:
+            await start_child(child)
+        report = await _drive(run)
+        await stop_children(run)
+        state = "completed"
+    except BaseException as error:
+        state = "cancelled" if told_to_stop(error) else "failed"
+        raise
+    finally:
+        await to_the_end(lambda: shut_down(run, state))
+        place.close()
+    return report
+
+
+async def _drive(run: Run) -> DriverReport:
+    """The work itself. Raises RunFailedError when a model ended before it was done."""
+    reporter = RolloutReporter(run.config, "eval")
+    working = asyncio.ensure_future(
+        drive(
+            run.config,
+            run_id=run.run_id,
+            gateway_url=run.gateway.url,
+            store=run.store,
+            mode="eval",
+            reporter=reporter,
+        )
+    )
+    reporting = asyncio.create_task(reporter.run())
+    try:
+        while not working.done():
+            await asyncio.wait({working}, timeout=POLL_S)
+            await watch_children(run)
+            if run.failures:
+                reasons = "\n".join(f"{role}: {reason}" for role, reason in run.failures.items())
+                raise RunFailedError(f"the evaluation failed:\n{reasons}")
+        report = working.result()
+    finally:
+        for task in (working, reporting):
+            task.cancel()
+        await asyncio.gather(working, reporting, return_exceptions=True)
+    await reporter.show(done=True)
+    return report
+
+
+def _document(
+    plan: EvaluationPlan, config: RunConfig, report: DriverReport, *, duration_s: float
+) -> EvaluationDocument:
+    if not report.executions.get("finalized"):
+        ended = ", ".join(f"{n} {status}" for status, n in sorted(report.executions.items())) or "none began"
+        raise RunFailedError(f"no execution of the evaluation was finished ({ended}): {report.errors}")
+    return EvaluationDocument(
+        plan=plan,
+        executions=report.executions,
+        reward=estimate(report.task_rewards),
+        pass_at=pass_rates(
+            report.task_rewards,
+            samples_per_task=plan.samples_per_task,
+            success_reward=config.evaluation.success_reward,
+        ),
+        agent_success=report.agent_success,
+        task_rewards=report.task_rewards,
+        created_at=time.time(),
+        duration_s=duration_s,
+    )
