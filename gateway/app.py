@@ -24,6 +24,7 @@ from gateway.journal import SessionJournal
 from gateway.limits import BoundedRequests
 from gateway.metrics import GatewayMetrics
 from gateway.model_calls import ModelCallRoutes
+from gateway.openapi import complete
 from gateway.recovery import recover
 from gateway.responses import error_response
 from gateway.route_table import AgentModelRouteTable
@@ -325,7 +326,11 @@ def create_app(gateway: Gateway) -> FastAPI:
 
 def create_agents_app(gateway: Gateway) -> FastAPI:
     """The HTTP application of the agents' listener: only what a session's own key opens."""
-    return _finished(FastAPI(title="Repertory gateway, for agents"), gateway, takes_admin_key=False)
+    return _finished(
+        FastAPI(title="Repertory gateway, for agents", docs_url=None, redoc_url=None),
+        gateway,
+        takes_admin_key=False,
+    )
 
 
 def _finished(app: FastAPI, gateway: Gateway, *, takes_admin_key: bool) -> FastAPI:
@@ -343,7 +348,7 @@ def _finished(app: FastAPI, gateway: Gateway, *, takes_admin_key: bool) -> FastA
         config=gateway.config.gateway,
         on_refusal=lambda error: gateway.metrics.count_refusal(error.code),
     )
-    _document_hot_routes(app)
+    _document(app)
     return app
 
 
@@ -351,14 +356,14 @@ async def _answer_error(_: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-def _document_hot_routes(app: FastAPI) -> None:
-    """Add the routes that FastAPI does not see to its OpenAPI document."""
+def _document(app: FastAPI) -> None:
+    """Give the application its whole OpenAPI document."""
     generate = app.openapi
+    made: list[dict[str, Any]] = []
 
     def openapi() -> dict[str, Any]:
-        document = generate()
-        for api in _APIS:
-            document["paths"].update(api.openapi_paths())
-        return document
+        if not made:
+            made.append(complete(generate(), *(api.openapi_paths() for api in _APIS)))
+        return made[0]
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.routes.serving import BASES
+from gateway.openapi import BASES
 
 Handler = Callable[[Request], Awaitable[Response]]
 

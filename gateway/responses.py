@@ -53,21 +53,34 @@ def failure_of(error: Exception) -> Failure:
     match error:
         case GatewayError():
             param = getattr(error, "param", None)
-            return Failure(error.status_code, error.code, str(error), param, error.retry_after_s)
+            param = None if param is None else _text(param)
+            return Failure(error.status_code, error.code, _text(error), param, error.retry_after_s)
         case StoreError():
-            message = f"the store failed: {error}"
+            message = f"the store failed: {_text(error)}"
             return Failure(503, "store_unavailable", message, retry_after_s=STORE_RETRY_AFTER_S)
         case SupersededError():
             return Failure(503, "superseded", str(error))
         case RequestValidationError():
-            first = error.errors()[0]
-            path = ".".join(str(part) for part in first["loc"][1:])
-            return Failure(422, "invalid_request", f"{path or 'body'}: {first['msg']}", path or None)
+            return _invalid(error)
         case HTTPException():
             code = RequestTooLargeError.code if error.status_code == 413 else "http_error"
-            return Failure(error.status_code, code, str(error.detail))
+            return Failure(error.status_code, code, _text(error.detail))
         case _:
             return Failure(500, "internal_error", "the gateway failed; its log says how")
+
+
+def _invalid(error: RequestValidationError) -> Failure:
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", first["msg"])
+        return Failure(422, "invalid_request", f"the body is not valid JSON: {_text(reason)}")
+    path = _text(".".join(str(part) for part in first["loc"][1:]))
+    return Failure(422, "invalid_request", f"{path or 'body'}: {_text(first['msg'])}", path or None)
+
+
+def _text(message: object) -> str:
+    """What a caller sent may hold half of a surrogate pair, which no answer can."""
+    return str(message).encode(errors="replace").decode()
 
 
 def status_of(error: Exception) -> int:

@@ -11,7 +11,7 @@ from model_runtime.errors import InvalidRequestError
 Settings = Mapping[str, float | int]
 
 # name → (lowest, highest, the value that leaves the model's own distribution alone; None: any value does)
-_RANGES: dict[str, tuple[float, float, float | None]] = {
+RANGES: dict[str, tuple[float, float, float | None]] = {
     "temperature": (0.0, 100.0, None),
     "top_p": (0.0, 1.0, 1.0),
     "top_k": (-1, 2**31 - 1, 0),
@@ -28,11 +28,11 @@ _INTEGERS = frozenset({"top_k", "seed", "max_tokens"})
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError naming the first setting that is unknown or out of range."""
     for name, value in settings.items():
-        if name not in _RANGES:
+        if name not in RANGES:
             raise InvalidRequestError(
-                f"unknown sampling setting {name!r}; known are {sorted(_RANGES)}", param=name
+                f"unknown sampling setting {name!r}; known are {sorted(RANGES)}", param=name
             )
-        low, high, _ = _RANGES[name]
+        low, high, _ = RANGES[name]
         wanted = "an integer" if name in _INTEGERS else "a number"
         kinds = (int,) if name in _INTEGERS else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds):
@@ -62,7 +62,7 @@ def merge_settings(
 
 def off_policy_settings(settings: Settings) -> dict[str, float | int]:
     """Settings by which tokens are drawn from another distribution than the model's own."""
-    return {name: value for name, value in settings.items() if _RANGES[name][2] not in (None, value)}
+    return {name: value for name, value in settings.items() if RANGES[name][2] not in (None, value)}
 
 
 def _refuse_off_policy(settings: Settings, *, allowed: bool) -> None:
@@ -70,7 +70,7 @@ def _refuse_off_policy(settings: Settings, *, allowed: bool) -> None:
     off_policy = {} if allowed else off_policy_settings(settings)
     for name, value in off_policy.items():
         raise InvalidRequestError(
-            f"{name} must be {_RANGES[name][2]:g} in a training session, got {value!r}: the trainer computes "
+            f"{name} must be {RANGES[name][2]:g} in a training session, got {value!r}: the trainer computes "
             "logprobs over the whole vocabulary; use an evaluation session, leave it out, or set "
             "gateway.allow_off_policy_sampling",
             param=name,

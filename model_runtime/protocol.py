@@ -8,12 +8,22 @@ session.
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_serializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    field_serializer,
+)
 
 from model_runtime.documents import DesiredState
 from model_runtime.errors import ConfigError
+from model_runtime.store import check_key
 
 ADMIN_KEY_ENV = "REPERTORY_ADMIN_KEY"
 
@@ -36,12 +46,39 @@ class _Wire(BaseModel):
 # ------------------------------------------------------------------ runtime → gateway: lease and binding
 
 
+def _encodable(text: Any) -> Any:
+    """JSON can carry half a surrogate pair, which no log can."""
+    try:
+        if isinstance(text, str):
+            text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is no text") from None
+    return text
+
+
+def _http_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("must read http(s)://host[:port]")
+    return url
+
+
+def _store_key(key: str) -> str:
+    check_key(key)
+    return key
+
+
+StoreKey = Annotated[str, AfterValidator(_store_key)]
+Text = Annotated[str, BeforeValidator(_encodable)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
 class Replica(_Wire):
     """One rollout server that is ready: loaded with every live version, canary passed."""
 
     replica_id: str
-    url: str
-    api_key: SecretStr
+    url: Annotated[str, AfterValidator(_http_url)]
+    api_key: SecretStr = Field(json_schema_extra={"writeOnly": False})  # masked where it is shown
 
     @field_serializer("api_key", when_used="json")
     def _reveal(self, key: SecretStr) -> str:
@@ -51,34 +88,36 @@ class Replica(_Wire):
 class QueueReport(_Wire):
     """What the model's trainer knows of its log; the model's side of admission (design: used, limit)."""
 
-    untrained_groups: int = 0  # usable groups read and not yet trained
-    trained_since_publish: int = 0
+    untrained_groups: Count = 0  # usable groups read and not yet trained
+    trained_since_publish: Count = 0
     feed_share: float = 1.0  # moving fraction of settled groups that were usable for this model
-    read_positions: dict[str, int] = Field(default_factory=dict)  # writer → next seq to read
-    oldest_queued_version: int | None = None
-    closed_groups: int = 0  # settled without signal since one was last usable
+    read_positions: dict[str, Count] = Field(default_factory=dict)  # writer → next seq to read
+    oldest_queued_version: Count | None = None
+    closed_groups: Count = 0  # settled without signal since one was last usable
 
 
 class ModelRenewal(_Wire):
     """PUT /admin/models/{model_id}. Order: (epoch, incarnation, seq); an older one is answered `stop`."""
 
     model_id: str
-    epoch: int
-    incarnation: int
-    seq: int
+    epoch: Count
+    incarnation: Count
+    seq: Count
     kind: Literal["trainable", "frozen"]
     status: RuntimeStatus
     reason: str = ""
     replicas: list[Replica] = Field(default_factory=list)
-    published_version: int | None = None
-    live_versions: list[int] = Field(default_factory=list)
+    published_version: Count | None = None
+    live_versions: list[Count] = Field(default_factory=list)
     base_served: bool = False  # a frozen model without an adapter: the base itself is version 0
-    tokenizer_uri: str | None = None  # key in the store of its TokenizerDocument
+    tokenizer_uri: Annotated[str, AfterValidator(_store_key)] | None = (
+        None  # key in the store of its TokenizerDocument
+    )
     trainer_state: TrainerState | None = None
-    committed_version: int | None = None
-    step: int = 0
-    limit: int = 0
-    steps_left: int | None = None  # None: no bound
+    committed_version: Count | None = None
+    step: Count = 0
+    limit: Count = 0
+    steps_left: Count | None = None  # None: no bound
     queue: QueueReport = QueueReport()
     totals: dict[str, int] = Field(default_factory=dict)  # books of the trainer: trained, dropped.<reason>, …
     last_metrics: dict[str, float] = Field(default_factory=dict)
@@ -95,22 +134,12 @@ class RenewalAnswer(_Wire):
 # ------------------------------------------------------------------ driver → gateway: groups and sessions
 
 
-def _encodable(text: str) -> str:
-    """JSON can carry half a surrogate pair, which no log can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("holds half of a surrogate pair, which is no text") from None
-    return text
-
-
 def _plain_component(name: str) -> str:
     if ":" in name:
         raise ValueError("must hold no colon: `agent:<name>` and `workflow:<name>` are said in the config")
     return name
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
 Index = Annotated[int, Field(ge=0, lt=2**31)]  # as the log keeps it
 GroupSize = Annotated[int, Field(ge=1, le=10_000)]
 RewardValue = Annotated[float, Field(allow_inf_nan=False, ge=-1e9, le=1e9)]

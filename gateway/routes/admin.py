@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Depends, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from gateway.routes.access import gateway_of, require_admin
 from model_runtime.errors import InvalidRequestError
@@ -40,7 +40,7 @@ async def health(request: Request) -> dict[str, str]:
     return {"status": "ok", "run_id": gateway_of(request).run_id}
 
 
-@control.get("/metrics")
+@control.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     gateway = gateway_of(request)

@@ -11,10 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.conversation import ChatCall, ChatReply, ReplyDelta, ToolCall, arguments_object
+from gateway.openapi import BASES, MESSAGES_FIELDS, document_path
 from gateway.responses import Failure, failure_of, json_response
 from gateway.routes.access import gateway_of, session_key
 from gateway.routes.anthropic_messages import MessagesRequest, parse_messages_request, to_call
-from gateway.routes.serving import BASES, document_path, named_agent, serve
+from gateway.routes.serving import named_agent, serve
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -57,8 +58,10 @@ def add_routes(app: FastAPI) -> None:
 def openapi_paths() -> dict[str, Any]:
     count = "/v1/messages/count_tokens"
     return document_path(
-        "/v1/messages", tag="anthropic", summary="Messages", body=MessagesRequest
-    ) | document_path(count, tag="anthropic", summary="Count tokens", body=MessagesRequest)
+        "/v1/messages", tag="anthropic", summary="Messages", body=MessagesRequest, fields=MESSAGES_FIELDS
+    ) | document_path(
+        count, tag="anthropic", summary="Count tokens", body=MessagesRequest, fields=MESSAGES_FIELDS
+    )
 
 
 # ------------------------------------------------------------------ answers

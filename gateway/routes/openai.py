@@ -17,10 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.conversation import ChatCall, ChatReply, ReplyDelta, ToolCall, TopTexts
+from gateway.openapi import BASES, CHAT_FIELDS, document_path
 from gateway.responses import error_response, failure_of, json_response, openai_error
 from gateway.routes.access import gateway_of, session_key
 from gateway.routes.openai_messages import normal_message, offered_tools, tool_choice_of
-from gateway.routes.serving import BASES, decode_body, document_path, named_agent, serve
+from gateway.routes.serving import decode_body, named_agent, serve
 from gateway.sampling import check_settings
 from model_runtime.errors import InvalidRequestError
 
@@ -140,7 +141,7 @@ def add_routes(app: FastAPI) -> None:
 
 def openapi_paths() -> dict[str, Any]:
     return document_path(
-        "/v1/chat/completions", tag="openai", summary="Chat Completions", body=ChatRequest
+        "/v1/chat/completions", tag="openai", summary="Chat Completions", body=ChatRequest, fields=CHAT_FIELDS
     ) | document_path("/v1/models", tag="openai", summary="Agents", body=None)
 
 

@@ -15,9 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.conversation import ChatCall, ChatReply, ReplyDelta, ToolCall
+from gateway.openapi import BASES, RESPONSES_FIELDS, document_path
 from gateway.responses import error_response, failure_of, json_response, openai_error
 from gateway.routes.openai_items import ResponsesRequest, parse_responses_request, to_call
-from gateway.routes.serving import BASES, document_path, named_agent, serve
+from gateway.routes.serving import named_agent, serve
 
 
 async def responses(request: Request) -> Response:
@@ -32,7 +33,9 @@ def add_routes(app: FastAPI) -> None:
 
 
 def openapi_paths() -> dict[str, Any]:
-    return document_path("/v1/responses", tag="openai", summary="Responses", body=ResponsesRequest)
+    return document_path(
+        "/v1/responses", tag="openai", summary="Responses", body=ResponsesRequest, fields=RESPONSES_FIELDS
+    )
 
 
 def _parse(request: Request, body: bytes) -> ResponsesExchange:

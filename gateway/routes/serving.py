@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import re
 from collections.abc import Callable, Coroutine
@@ -30,9 +31,6 @@ Result = TypeVar("Result")
 Body = TypeVar("Body")
 
 CLIENT_CLOSED_REQUEST = 499  # never seen by the client; for the counters
-
-# The session's own base URL, and that of each of its agents.
-BASES = ("/sessions/{session_id}", "/sessions/{session_id}/agents/{agent_id}")
 
 
 class EventWriter(Protocol):
@@ -71,35 +69,23 @@ def decode_body(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
     except msgspec.ValidationError as error:
         raise InvalidRequestError(str(error), param=_field_named_in(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+        raise InvalidRequestError(f"the body is not valid JSON: {_why(body, error)}") from None
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
+
+
+def _why(body: bytes, error: Exception) -> str:
+    """msgspec takes half of a surrogate pair for the end of the text."""
+    try:
+        json.loads(body)
+    except (ValueError, RecursionError):
+        return str(error)
+    return "a text holds half of a surrogate pair"
 
 
 def _field_named_in(message: str) -> str | None:
     found = re.search(r"at `\$\.(\w+)|unknown field `(\w+)`|required field `(\w+)`", message)
     return next((name for name in found.groups() if name), None) if found else None
-
-
-def document_path(path: str, *, tag: str, summary: str, body: type[msgspec.Struct] | None) -> dict[str, Any]:
-    """What FastAPI's document lacks of a route at every base: it has no hand in these."""
-    answers = {"200": {"description": f"The answer, in the shape of {tag}'s API"}}
-    operation: dict[str, Any] = {"tags": [tag], "summary": summary, "responses": answers}
-    if body is not None:
-        answers["4XX"] = {"description": "The request can't be honoured"}
-        answers["503"] = {"description": "The model is not ready; Retry-After says when to ask again"}
-        definition = msgspec.json.schema(body)["$defs"][body.__name__]
-        content = {"application/json": {"schema": definition}}
-        operation["requestBody"] = {"required": True, "content": content}
-    paths: dict[str, Any] = {}
-    for base in BASES:
-        names = re.findall(r"{(\w+)}", base)
-        parameters = [
-            {"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names
-        ]
-        method = "get" if body is None else "post"
-        paths[f"{base}{path}"] = {method: {**operation, "parameters": parameters}}
-    return paths
 
 
 Parse = Callable[[Request, bytes], Exchange]

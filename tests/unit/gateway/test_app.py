@@ -345,6 +345,60 @@ async def test_a_restarted_gateway_remembers_what_the_run_is_to_do(local_store: 
         await gateway.close()
 
 
+HALF_A_PAIR = b'"\\ud800"'
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "body"),
+    [
+        ("agents/planner/v1/chat/completions", 400, b'{"messages": [{"role": "user", "content": %s}]}'),
+        ("agents/planner/v1/messages", 400, b'{"messages": [{"role": "user", "content": %s}]}'),
+        ("agents/planner/v1/responses", 400, b'{"input": %s}'),
+        ("reward", 422, b'{"reward": 1.0, "component": %s}'),
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_as_what_it_is(
+    harness: GatewayHarness, path: str, status: int, body: bytes
+) -> None:
+    session = harness.open_session()
+    answer = harness.http.post(
+        f"/sessions/{session.session_id}/{path}",
+        content=body % HALF_A_PAIR,
+        headers=session.headers | {"Content-Type": "application/json"},
+    )
+    assert answer.status_code == status
+    assert "surrogate" in answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_no_json_names_no_field(harness: GatewayHarness) -> None:
+    headers = harness.admin | {"Content-Type": "application/json"}
+    answer = harness.http.post("/groups", content=b'{"group_id": }', headers=headers)
+    assert answer.status_code == 422
+    error = answer.json()["error"]
+    assert error["message"].startswith("the body is not valid JSON: ")
+    assert error["param"] is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("limit", -1),
+        ("seq", -1),
+        ("published_version", -1),
+        ("tokenizer_uri", "../../etc/passwd"),
+        ("tokenizer_uri", "/etc/passwd"),
+        ("replicas", [{"replica_id": "r", "url": "file:///etc/passwd", "api_key": "k"}]),
+    ],
+)
+def test_a_renewal_that_no_runtime_would_send_is_refused(
+    harness: GatewayHarness, field: str, value: object
+) -> None:
+    body = harness.renewal("plan", **{field: value})
+    answer = harness.http.put("/admin/models/plan", json=body, headers=harness.admin)
+    assert answer.status_code == 422
+    assert answer.json()["error"]["param"].startswith(field)
+
+
 @pytest.fixture
 def process(tmp_path: Path, local_store: Store) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     config = tmp_path / "config.json"
