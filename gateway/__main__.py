@@ -59,6 +59,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="overrides gateway.admin_port; without either, the control API is served at --port too, "
         "which only loopback allows",
     )
+    for name in ("--listen-fd", "--admin-listen-fd"):
+        parser.add_argument(
+            name,
+            type=int,
+            help="a socket inherited from the parent, bound to the port already; connections that come while "
+            "no gateway runs wait in it for the next",
+        )
     return parser.parse_args(argv)
 
 
@@ -86,7 +93,13 @@ async def serve(arguments: argparse.Namespace) -> int:
         journal=journal,
     )
     await gateway.check_epoch()
-    listeners = make_listeners(gateway, arguments.host or config.gateway.host, arguments.port, admin_port)
+    listeners = make_listeners(
+        gateway,
+        arguments.host or config.gateway.host,
+        arguments.port,
+        admin_port,
+        inherited=(arguments.listen_fd, arguments.admin_listen_fd),
+    )
     _stop_on_signals(gateway, [listener for listener, _ in listeners])
     await gateway.start()
     try:
@@ -99,9 +112,15 @@ async def serve(arguments: argparse.Namespace) -> int:
 
 
 def make_listeners(
-    gateway: Gateway, host: str, port: int, admin_port: int | None
+    gateway: Gateway,
+    host: str,
+    port: int,
+    admin_port: int | None,
+    *,
+    inherited: tuple[int | None, int | None] = (None, None),
 ) -> list[tuple[Listener, socket.socket]]:
     """The agents' listener and the control API's, or without `admin_port` one for both, on loopback alone.
+    `inherited` are file descriptors of sockets the parent bound to the two ports.
 
     Raises ConfigError for an address that can't be listened on and files that are no certificate and key."""
     config = gateway.config.gateway
@@ -111,12 +130,13 @@ def make_listeners(
                 f"gateway.host is {host!r}: agents of a network must not reach the control API; "
                 "give it a listener of its own with gateway.admin_port"
             )
-        return [(_listener(create_app(gateway), config, with_tls=True), _bound("gateway.port", host, port))]
+        both = _listener(create_app(gateway), config, with_tls=True)
+        return [(both, _bound("gateway.port", host, port, inherited[0]))]
     agents = _listener(create_agents_app(gateway), config, with_tls=True)
     control = _listener(create_app(gateway), config, with_tls=False)
     return [
-        (agents, _bound("gateway.port", host, port)),
-        (control, _bound("gateway.admin_port", config.admin_host, admin_port)),
+        (agents, _bound("gateway.port", host, port, inherited[0])),
+        (control, _bound("gateway.admin_port", config.admin_host, admin_port, inherited[1])),
     ]
 
 
@@ -142,7 +162,9 @@ def _listener(app: ASGIApp, config: GatewayConfig, *, with_tls: bool) -> Listene
     return Listener(options)
 
 
-def _bound(setting: str, host: str, port: int) -> socket.socket:
+def _bound(setting: str, host: str, port: int, inherited_fd: int | None) -> socket.socket:
+    if inherited_fd is not None:
+        return socket.socket(fileno=inherited_fd)
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

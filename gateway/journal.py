@@ -15,8 +15,8 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -81,6 +81,7 @@ class SessionJournal:
         self._num_written = 0
         self._num_durable = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._held: list[Entry] | None = None
 
     @property
     def is_kept(self) -> bool:
@@ -137,9 +138,21 @@ class SessionJournal:
 
     def write(self, *entries: Entry) -> None:
         """Note what just happened; all of these entries or none outlive the process. Never waits."""
-        if self._thread is not None:
+        if self._held is not None:
+            self._held.extend(entries)
+        elif self._thread is not None:
             self._num_written += 1
             self._queue.put(entries)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is written in this block, which waits for nothing, is one write."""
+        self._held = held = []
+        try:
+            yield
+        finally:
+            self._held = None
+            self.write(*held)
 
     async def durable(self) -> None:
         """Wait until all that was written so far outlives this process."""

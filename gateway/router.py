@@ -156,8 +156,9 @@ class MultiModelGatewayRouter:
                 self._discard(samplings, error)
                 raise
             first, *others = zip(choices, samplings, sampled, strict=True)
-            siblings = tuple(self._commit(*one, settings=settings) for one in others)
-            return self._commit(*first, settings=settings, siblings=siblings, identity=identity)
+            with session.journal.together():
+                siblings = tuple(self._commit(*one, settings=settings) for one in others)
+                return self._commit(*first, settings=settings, siblings=siblings, identity=identity)
 
     def _discard(self, samplings: list[Sampling], error: BaseException) -> None:
         """Account for what was sampled for nothing."""

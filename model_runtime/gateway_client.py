@@ -17,7 +17,6 @@ from pydantic import BaseModel
 from tenacity import (
     AsyncRetrying,
     retry_if_exception_type,
-    stop_after_attempt,
     stop_after_delay,
     wait_exponential_jitter,
 )
@@ -41,7 +40,6 @@ from model_runtime.errors import (
 )
 
 CONNECT_TIMEOUT_S = 5.0
-CALL_ATTEMPTS = 4
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -115,7 +113,8 @@ class GatewayClient:
     async def call(
         self, url: str, body: Any, *, api_key: str, timeout_s: float, idempotency_key: str | None = None
     ) -> Any:
-        """A call with a session's own key; repeated when the connection broke or the gateway was full."""
+        """A call with a session's own key; repeated for `patience_s` while the connection breaks or the
+        gateway is full: a gateway that was restarted still has its sessions."""
         data = msgspec.json.encode(body)
         headers = _headers(api_key)
         if idempotency_key is not None:
@@ -128,7 +127,7 @@ class GatewayClient:
     async def _call_again(self, url: str, data: bytes, headers: Mapping[str, str], timeout_s: float) -> Any:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_ASK_AGAIN),
-            stop=stop_after_attempt(CALL_ATTEMPTS - 1),
+            stop=stop_after_delay(self._patience_s),
             wait=wait_exponential_jitter(multiplier=0.1, max=2.0, jitter=0.2),
             reraise=True,
         )

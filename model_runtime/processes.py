@@ -51,9 +51,11 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         grace_s: float = 10,
+        pass_fds: Sequence[int] = (),
     ) -> ChildProcess:
         """Start `argv`, appending its output to `log_path`. `env` is its whole environment; None: this
-        process's own. `grace_s` lies between SIGTERM and SIGKILL when it is stopped.
+        process's own. `grace_s` lies between SIGTERM and SIGKILL when it is stopped. The file descriptors
+        `pass_fds` are open in it under the same numbers.
 
         Raises ProcessError when there is no such program.
         """
@@ -71,7 +73,7 @@ class ChildProcess:
                 stderr=log,
                 env=None if env is None else dict(env),
                 cwd=cwd,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *pass_fds],
                 start_new_session=True,
             )
         ours.setblocking(False)

@@ -30,13 +30,19 @@ GRACE_S = 8.0
 LIFE_POLL_S = 0.5
 SILENT_LIMIT_S = 60.0
 """A process that does not answer /health for this long is hung."""
+BACKLOG = 2048
+"""Connections that may wait while no gateway runs; as many as uvicorn lets wait."""
 STABLE_S = 300.0
 """A process that lived this long earns its predecessor's restart back."""
 
 
 class GatewayProcess:
     """Starts, watches and restarts the gateway of one epoch. Every life is a new incarnation, hence a new
-    writer of the logs; the ports stay."""
+    writer of the logs.
+
+    The listening sockets are held here and handed on: nobody takes a port while no gateway runs, and who
+    connects then is served by the next process instead of being refused.
+    """
 
     def __init__(
         self,
@@ -59,6 +65,8 @@ class GatewayProcess:
         self._logs = workspace.logs()
         self._config_file = workspace.root / f"gateway-{epoch}.json"
         self._command = command
+        self._listeners: list[socket.socket] = []
+        self._asking: asyncio.Task[bool] | None = None  # whether it is healthy
         self._child: ChildProcess | None = None
         self._desired: tuple[DesiredState, str] | None = None
         self._stopping = False
@@ -71,17 +79,18 @@ class GatewayProcess:
     async def start(self) -> None:
         """Start a process and wait until it answers. Raises ProcessError with the end of its log."""
         if self.incarnation == 0:
-            _refuse_taken_port("gateway.port", self.config.host, self.port)
-            _refuse_taken_port("gateway.admin_port", self.config.admin_host, self.admin_port)
+            self._listen("gateway.port", self.config.host, self.port)
+            self._listen("gateway.admin_port", self.config.admin_host, self.admin_port)
             self._config_file.write_text(self._run_config.model_dump_json(indent=1))
         self.incarnation += 1
         self._child = await ChildProcess.start(
             self._argv(),
             log_path=self._logs / f"gateway-{self.epoch}-{self.incarnation}.log",
             grace_s=GRACE_S,
+            pass_fds=[listener.fileno() for listener in self._listeners],
         )
         until = time.monotonic() + START_LIMIT_S
-        while not await self.admin.healthy():
+        while not await self._is_healthy(self._child):
             if self._child.returncode is not None:
                 raise ProcessError(self._death("died while it started"))
             if time.monotonic() > until:
@@ -90,6 +99,30 @@ class GatewayProcess:
                     self._death(f"did not answer {self.url}/health within {START_LIMIT_S:.0f} s")
                 )
             await asyncio.sleep(HEALTH_POLL_S)
+
+    async def _is_healthy(self, child: ChildProcess) -> bool:
+        """Does the process answer? One that is dead never does, though its sockets still take connections."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self.admin.healthy())
+        death = asyncio.create_task(child.wait())
+        await asyncio.wait({self._asking, death}, return_when=asyncio.FIRST_COMPLETED)
+        death.cancel()
+        await asyncio.gather(death, return_exceptions=True)
+        return self._asking.done() and self._asking.result()
+
+    def _listen(self, setting: str, host: str, port: int) -> None:
+        """Raises ConfigError for a port that is taken."""
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._listeners.append(listener)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"{setting}: {host}:{port} can't be listened on ({error.strerror}); "
+                "give another port, or leave it out for a free one"
+            ) from error
+        listener.listen(BACKLOG)
 
     async def want(self, state: DesiredState, reason: str) -> None:
         """Tell the gateway what the parent wants; a restarted one is told again."""
@@ -118,7 +151,7 @@ class GatewayProcess:
         """Wait until the process dies; one that is silent for too long is ended here."""
         heard = time.monotonic()
         while child.returncode is None:
-            if self._stopping or await self.admin.healthy():
+            if self._stopping or await self._is_healthy(child):
                 heard = time.monotonic()
             elif time.monotonic() - heard > SILENT_LIMIT_S:
                 log.warning(
@@ -144,6 +177,10 @@ class GatewayProcess:
         self._stopping = True
         if self._child is not None:
             await self._child.stop()
+        for listener in self._listeners:
+            listener.close()
+        if self._asking is not None:
+            await asyncio.gather(self._asking, return_exceptions=True)
         await self.admin.close()
 
     def _argv(self) -> list[str]:
@@ -154,6 +191,8 @@ class GatewayProcess:
             *("--incarnation", str(self.incarnation)),
             *("--port", str(self.port)),
             *("--admin-port", str(self.admin_port)),
+            *("--listen-fd", str(self._listeners[0].fileno())),
+            *("--admin-listen-fd", str(self._listeners[1].fileno())),
             *("--config", str(self._config_file)),
         ]
 
@@ -161,18 +200,6 @@ class GatewayProcess:
         assert self._child is not None
         code, tail = self._child.returncode, self._child.log_tail()
         return f"the gateway {what} (exit code {code}, log {self._child.log_path}):\n{tail}"
-
-
-def _refuse_taken_port(setting: str, host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"{setting}: {host}:{port} can't be listened on ({error.strerror}); "
-                "give another port, or leave it out for a free one"
-            ) from error
 
 
 @task(

@@ -121,6 +121,17 @@ async def test_a_turn_comes_back_to_the_bit(path: Path) -> None:
     assert found.reply.content == make_reply().content
 
 
+async def test_what_is_written_together_is_one_write(path: Path) -> None:
+    journal = await started(path)
+    with journal.together():
+        journal.write(Append("a", reward(1)))
+        journal.write(Append("b", reward(2)))
+        assert journal._num_written == 0
+    assert journal._num_written == 1
+    await journal.close()
+    assert await read_again(path) == {"a": [reward(1)], "b": [reward(2)]}
+
+
 async def test_what_is_forgotten_does_not_come_back(path: Path) -> None:
     journal = await started(path)
     journal.write(Append("a", reward(1)), Append("b", reward(2)))

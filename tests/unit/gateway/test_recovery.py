@@ -171,6 +171,18 @@ def test_an_answered_call_that_is_asked_again_gets_its_answer_and_no_second_gene
     assert session.finalize()["num_rows"] == {"plan": 2}
 
 
+def test_all_choices_of_a_call_are_answered_again(lives: Lives, before: GatewayHarness) -> None:
+    session = before.open_session()
+    before.server.answers = ["A", "B", "C"]
+    first = session.chat("hi", headers=FIRST_TRY, n=3, logprobs=True)
+    after = lives.crash(before)
+    session = moved(session, after)
+    assert session.chat("hi", headers=SECOND_TRY, n=3, logprobs=True).json() == first.json()
+    assert len(first.json()["choices"]) == 3
+    assert session.finalize()["num_rows"] == {"plan": 3}
+    assert after.server.requests == []
+
+
 # ------------------------------------------------------------------ rewards and ends
 
 

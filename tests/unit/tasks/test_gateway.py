@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from model_runtime.config import RunConfig
@@ -22,10 +23,11 @@ from tasks.gateway import GatewayProcess
 
 # Answers /health, takes PUT /admin/desired, and notes every life and every wish beside itself.
 STAND_IN = """
-import argparse, http.server, json, os, pathlib, sys
+import argparse, http.server, json, os, pathlib, socket, sys
 p = argparse.ArgumentParser()
-for name in ("--run-id", "--epoch", "--incarnation", "--port", "--admin-port", "--config"):
-    p.add_argument(name)
+names = "run-id epoch incarnation config port admin-port listen-fd admin-listen-fd"
+for name in names.split():
+    p.add_argument(f"--{name}")
 a = p.parse_args()
 folder = pathlib.Path(a.config).parent
 assert json.loads(pathlib.Path(a.config).read_text())["name"] == "default"
@@ -38,7 +40,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
         (folder / f"wish-{a.incarnation}").write_text(body); self.answer()
     def log_message(self, *args): pass
-http.server.HTTPServer(("127.0.0.1", int(a.admin_port)), Handler).serve_forever()
+server = http.server.HTTPServer(("127.0.0.1", int(a.admin_port)), Handler, bind_and_activate=False)
+server.socket = socket.socket(fileno=int(a.admin_listen_fd))
+assert server.socket.getsockname()[1] == int(a.admin_port)
+server.serve_forever()
 """
 
 
@@ -98,6 +103,21 @@ async def test_a_killed_gateway_comes_back_on_its_port_as_a_new_incarnation(
     assert await running.admin.healthy()
     assert '"drain"' in (workspace.root / "wish-2").read_text()
     supervising.cancel()
+
+
+async def test_who_connects_while_no_gateway_runs_is_served_by_the_next(
+    running: GatewayProcess, workspace: Workspace
+) -> None:
+    os.kill(life(workspace, 1), signal.SIGKILL)
+    assert running._child is not None
+    await running._child.wait()
+    async with httpx.AsyncClient(base_url=running.url, timeout=30) as http:
+        asking = asyncio.create_task(http.get("/health"))
+        await asyncio.sleep(0.2)
+        assert not asking.done()
+        supervising = asyncio.create_task(running.supervise())
+        assert (await asking).status_code == 200
+        supervising.cancel()
 
 
 async def test_restarts_are_bounded_and_the_error_shows_the_log(workspace: Workspace) -> None:
