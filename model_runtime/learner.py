@@ -17,6 +17,7 @@ from model_runtime.adapters import Tensors
 from model_runtime.batching import Row, micro_batches
 from model_runtime.checkpoints import Arrays
 from model_runtime.config import ModelConfig, TrainerConfig
+from model_runtime.data_parallel import Ranks
 from model_runtime.errors import ConfigError, TrainerError
 from model_runtime.objective import BatchObjective, Frozen, needs_start
 from model_runtime.packing import Segment
@@ -25,21 +26,21 @@ from model_runtime.policy import Policy
 _OPTIMIZER_FIELDS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def prepare_torch(trainer: TrainerConfig, *, model_id: str, gpu_ids: Sequence[int]) -> torch.device:
+def prepare_torch(
+    trainer: TrainerConfig, *, model_id: str, gpu_ids: Sequence[int], rank: int = 0
+) -> torch.device:
     """Set threads, determinism and device memory for this process. Raises ConfigError for devices that
     are not there."""
     torch.set_num_threads(trainer.num_threads)
     if trainer.n_gpus == 0:
         torch.use_deterministic_algorithms(True)
         return torch.device("cpu")
-    if trainer.n_gpus > 1:
-        raise ConfigError(
-            f"{model_id}.trainer.n_gpus is {trainer.n_gpus}; one process trains on one GPU: set 1"
-        )
     if gpu_ids:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu_ids[0])  # read when CUDA starts, which is below
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu_ids[rank])  # read when CUDA starts, which is below
     if not torch.cuda.is_available():
-        raise ConfigError(f"{model_id}.trainer.n_gpus is 1, but torch {torch.__version__} sees no GPU here")
+        raise ConfigError(
+            f"{model_id}.trainer.n_gpus is {trainer.n_gpus}, but torch {torch.__version__} sees no GPU here"
+        )
     if trainer.gpu_memory_fraction is not None:
         torch.cuda.set_per_process_memory_fraction(trainer.gpu_memory_fraction)
     return torch.device("cuda", 0)
@@ -54,12 +55,16 @@ class _Pass:
 
 
 class Learner:
-    """The policy with its optimizer. Making one seeds every random generator of this process."""
+    """The policy with its optimizer. Making one seeds every random generator of this process.
+
+    With `ranks` of several processes, each of them calls `update` with the same rows, and rank 0 alone steps.
+    """
 
     def __init__(self, model: ModelConfig, *, seed: int, device: torch.device | str = "cpu") -> None:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         self._model = model
+        self.ranks = Ranks()
         self.policy = Policy(model, seed=seed, device=device)
         self._optimizer = torch.optim.AdamW(
             self.policy.parameters.values(),
@@ -100,6 +105,8 @@ class Learner:
         applied. Raises TrainerError, with nothing applied, when loss or gradient is not finite.
         """
         rows = [row for row in rows if row.loss_mask.any()]
+        parameters = list(self.policy.parameters.values())
+        self.ranks.begin_update(rows, step=step, proximal=proximal, parameters=parameters)
         passes = self._passes(rows)
         if not passes:
             return {}
@@ -113,12 +120,25 @@ class Learner:
         )
         if not batch.num_kept_tokens:
             return batch.metrics()
-        for index, one in enumerate(passes):
+        for index in self._mine(passes):
             if not batch.is_rejected(index):
                 between_passes()
-                logprobs_T, entropy_T = self._logprobs(one)
+                logprobs_T, entropy_T = self._logprobs(passes[index])
                 batch.add(index, logprobs_T, entropy_T).backward()
-        return self._step(batch, step)
+        self.ranks.sum_gradients(parameters)
+        batch.join(self.ranks.gather(batch.seen()))
+        return self._step(batch, step) if self.ranks.rank == 0 else {}
+
+    def _mine(self, passes: Sequence[_Pass]) -> list[int]:
+        """Which passes are this process's."""
+        return self.ranks.mine([sum(t.numel() for t in one.tensors.values()) for one in passes])
+
+    def _micro_batch_tokens(self, rows: Sequence[Row]) -> int:
+        """Small enough that every process has something to do."""
+        budget, size = self._model.trainer.micro_batch_tokens, self.ranks.size
+        if size == 1:
+            return budget
+        return max(1, min(budget, sum(row.trajectory.num_tokens for row in rows) // size))
 
     def _step(self, batch: BatchObjective, step: int) -> dict[str, float]:
         loss = batch.pg_loss()
@@ -138,7 +158,7 @@ class Learner:
         return figures | batch.metrics()
 
     def _passes(self, rows: Sequence[Row]) -> list[_Pass]:
-        budget, layout = self._model.trainer.micro_batch_tokens, self.policy.row_layout
+        budget, layout = self._micro_batch_tokens(rows), self.policy.row_layout
         return [
             _Pass(micro_batch.tensors(self.policy.device), micro_batch.segments)
             for micro_batch in micro_batches(rows, micro_batch_tokens=budget, layout=layout)
@@ -159,11 +179,11 @@ class Learner:
         objective = self._model.objective
 
         def forward() -> list[Tensor]:
-            found = []
-            for one in passes:
+            found = {}
+            for index in self._mine(passes):
                 between_passes()
-                found.append(self._logprobs(one)[0])
-            return found
+                found[index] = self._logprobs(passes[index])[0]
+            return self.ranks.complete(found, [len(one.tensors["target_T"]) for one in passes])
 
         start: Sequence[Tensor | None] = [None] * len(passes)
         reference: Sequence[Tensor | None] = [None] * len(passes)

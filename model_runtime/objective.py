@@ -50,9 +50,10 @@ def _weighs(objective: ObjectiveConfig) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class _Seen:
+class Seen:
     """What is kept of the tokens of all passes; no gradients. `kept`: those that weren't rejected."""
 
+    index: list[int] = field(default_factory=list)  # of the pass
     losses: list[PolicyLoss] = field(default_factory=list)  # kept
     weight: list[Tensor] = field(default_factory=list)  # kept
     entropy: list[Tensor] = field(default_factory=list)  # kept
@@ -94,7 +95,7 @@ class BatchObjective:
         )
         self._weight_B = torch.from_numpy(self._weighing.weight_B).float().to(counts.device)
         self.num_kept_tokens = int(counts.sum())
-        self._seen = _Seen()
+        self._seen = Seen()
 
     def _with_keep(self) -> list[tuple[Tensor, Tensor]]:
         keep = self._keep if self._keep is not None else self._rows
@@ -138,6 +139,7 @@ class BatchObjective:
         behavior_T, advantages_T = t["behavior_logprobs_T"], t["advantages_T"]
         reference_T = self._frozen[index].reference_T
         anchor_T = self._anchor(index, logprobs_T)
+        self._seen.index.append(index)
         self._remember(anchor_T, behavior_T, row_T)
         weights_T = None
         if _weighs(objective):
@@ -198,6 +200,28 @@ class BatchObjective:
         self._seen.logprobs.append(logprobs_T.detach())
         self._seen.behavior.append(behavior_T)
         self._seen.row.append(row_T)
+
+    # ------------------------------------------------------------------ several processes
+
+    def seen(self) -> Seen:
+        """What this process has added."""
+        return self._seen
+
+    def join(self, parts: Sequence[Seen]) -> None:
+        """Go on with what all processes have added, in the order of the passes."""
+        if len(parts) < 2:
+            return
+        device = self._weight_B.device
+        places = [(index, part, i) for part in parts for i, index in enumerate(part.index)]
+        joined = Seen()
+        for index, part, i in sorted(places, key=lambda place: place[0]):
+            joined.index.append(index)
+            joined.losses.append(_moved(part.losses[i], device))
+            for name in ("weight", "entropy", "logprobs", "behavior", "row"):
+                getattr(joined, name).append(getattr(part, name)[i].to(device))
+            if part.kl:
+                joined.kl.append(part.kl[i].to(device))
+        self._seen = joined
 
     # ------------------------------------------------------------------ figures
 
@@ -263,6 +287,15 @@ def correction_metrics(
 
 def _detached(loss: PolicyLoss) -> PolicyLoss:
     return PolicyLoss(loss.losses_T.detach(), loss.clipped_T, loss.clipped_lower_T.detach(), loss.log_ratio_T)
+
+
+def _moved(loss: PolicyLoss, device: torch.device) -> PolicyLoss:
+    return PolicyLoss(
+        losses_T=loss.losses_T.to(device),
+        clipped_T=loss.clipped_T.to(device),
+        clipped_lower_T=loss.clipped_lower_T.to(device),
+        log_ratio_T=loss.log_ratio_T.to(device),
+    )
 
 
 def _joined(parts: Sequence[PolicyLoss]) -> PolicyLoss:

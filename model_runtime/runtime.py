@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from model_runtime import adapters
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.devices import assign_gpus, check_gpus, cuda_numbers, visible_gpus
-from model_runtime.errors import ConfigError, RepertoryError, SupersededError
+from model_runtime.errors import RepertoryError, SupersededError
 from model_runtime.layout import RunLayout
 from model_runtime.metrics import MetricsWriter
 from model_runtime.protocol import (
@@ -229,11 +229,6 @@ class ModelAsyncRuntime:
         await asyncio.shield(self._opening)
 
     async def _open_once(self) -> None:
-        if self.model.trainer.n_gpus > 1:
-            raise ConfigError(
-                f"{self.model_id}.trainer.n_gpus is {self.model.trainer.n_gpus}: data-parallel training is "
-                "not built yet; use 1, or 0 for the CPU"
-            )
         check_gpus(self.model_id, self._devices, visible_gpus())
         committed = await asyncio.to_thread(self._prepare_store)
         if committed is not None:

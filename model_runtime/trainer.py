@@ -98,6 +98,7 @@ class FullyAsyncTrainer:
         self._saved_step: int | None = None  # of the newest checkpoint, which may still be on its way too
         self._checkpoint_step: int | None = None  # of the newest in the store
         self._timings: dict[str, float] = {}
+        self._end_ranks: Callable[[], None] = lambda: None
 
     # ------------------------------------------------------------------ the loop
 
@@ -115,6 +116,7 @@ class FullyAsyncTrainer:
                 raise
         finally:
             self._writer.close()
+            self._end_ranks()
 
     def _train(self) -> TrainerState:
         self._commit_if_due()  # a stop may have come between a step and its version
@@ -157,12 +159,19 @@ class FullyAsyncTrainer:
     def _begin(self) -> None:
         self._mailbox.working(for_s=LOAD_S)
         # Seconds of import: after the first heartbeat.
+        from model_runtime.data_parallel import LeadingRank, start_ranks
         from model_runtime.learner import Learner, prepare_torch
         from model_runtime.policy import canary_prompts
 
         model_id, trainer = self._spec.model_id, self._model.trainer
+        started = start_ranks(self._spec, trainer.num_ranks) if trainer.num_ranks > 1 else None
+        if started is not None:
+            self._end_ranks = started.end
         device = prepare_torch(trainer, model_id=model_id, gpu_ids=self._spec.gpu_ids)
         self._learner: Learner = Learner(self._model, seed=self._seed, device=device)
+        if started is not None:
+            self._learner.ranks = LeadingRank(started, device=device)
+            self._end_ranks = self._learner.ranks.close
         self._canary_prompts = canary_prompts(
             self._model.model_path, vocab_size=self._learner.policy.vocab_size
         )

@@ -41,7 +41,9 @@ class TrainerConfig(Section):
     """The trainer process of one model."""
 
     n_gpus: int = Field(default=0, ge=0)
-    """GPUs for training. 0: the CPU."""
+    """GPUs for training, with a process each. 0: the CPU."""
+    n_processes: int = Field(default=1, ge=1, le=64)
+    """Processes that share each step on the CPU. Results don't depend on it."""
     gpu_ids: list[int] | None = None
     """Devices to use. None: assigned in order, trainers and replicas apart."""
     gpu_memory_fraction: float | None = Field(default=None, gt=0, le=1)
@@ -81,6 +83,20 @@ class TrainerConfig(Section):
     more work."""
     compile: bool = False
     """Compile the layers with torch.compile. Costs a minute at the start and needs a C++ compiler."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train together."""
+        return self.n_gpus or self.n_processes
+
+    @model_validator(mode="after")
+    def _one_process_per_gpu(self) -> TrainerConfig:
+        if self.n_gpus and self.n_processes > 1:
+            raise ValueError(
+                f"n_processes is {self.n_processes}, but n_gpus is {self.n_gpus}: leave n_processes at 1, "
+                "there is one process for each GPU"
+            )
+        return self
 
     @model_validator(mode="after")
     def _kernels_have_a_device(self) -> TrainerConfig:

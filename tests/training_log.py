@@ -39,6 +39,7 @@ class TrainingFolder:
     seed: int = 0
     epoch: int = 1
     incarnation: int = 1
+    gpu_ids: list[int] = field(default_factory=list)
 
     @property
     def config(self) -> RunConfig:
@@ -69,6 +70,7 @@ class TrainingFolder:
             incarnation=self.incarnation,
             config=self.config.model_dump(mode="json"),
             mailbox=str(self.mailbox),
+            gpu_ids=self.gpu_ids,
         )
 
     @property

@@ -36,6 +36,8 @@ _TRAINER = (
     "lora_linear",
     "packed_attention",
     "token_head",
+    "data_parallel",
+    "trainer_rank",
 )
 TRAINER = {f"model_runtime.{m}" for m in _TRAINER}
 PLUGIN = {"model_runtime.vllm_plugin"}

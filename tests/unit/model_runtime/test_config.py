@@ -166,6 +166,10 @@ BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
         ],
         ["replay trains on older versions' tokens", "strict_on_policy"],
     ),
+    "processes beside GPUs": (
+        [((*FIRST, "trainer"), {"n_gpus": 2, "n_processes": 2})],
+        ["trainer: n_processes is 2, but n_gpus is 2", "one process for each GPU"],
+    ),
     "discount above 1": (
         [((*FIRST, "objective"), {"turn_discount": 1.5})],
         ["objective.turn_discount", "less than or equal to 1"],

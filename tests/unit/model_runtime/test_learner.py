@@ -405,11 +405,6 @@ def test_the_settings_file_is_the_same_for_every_version(base):
     assert one.weights != other.weights
 
 
-def test_more_gpus_than_one_process_can_use_are_refused(base):
-    with pytest.raises(ConfigError, match=r"trainer\.n_gpus is 2"):
-        prepare_torch(config(base, trainer={"n_gpus": 2}).trainer, model_id="planner", gpu_ids=[0, 1])
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there_is_named(base):
     with pytest.raises(ConfigError, match="sees no GPU"):

@@ -359,15 +359,6 @@ async def test_a_frozen_adapter_is_committed_and_published_as_version_0(setup: S
         assert setup.store.exists(LAYOUT.version_marker(0))
 
 
-async def test_data_parallel_training_is_refused_at_the_start(setup: Setup) -> None:
-    runtime = setup.runtime(trainer={"n_gpus": 2})
-    with pytest.raises(
-        ConfigError, match=r"m\.trainer\.n_gpus is 2: data-parallel training is not built yet"
-    ):
-        await runtime.start_trainer()
-    await runtime.close()
-
-
 async def test_missing_devices_are_named_at_the_start(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     runtime = setup.runtime(rollout={"n_gpus": 1}, trainer={"n_gpus": 1})
