@@ -26,7 +26,7 @@ from model_runtime.evaluation_config import EvaluationConfig
 from model_runtime.gateway_config import GatewayConfig
 from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.trainer_config import LoRAConfig, LoRARank, TrainerConfig
-from model_runtime.training_config import ReplayConfig
+from model_runtime.training_config import ReplayConfig, SupervisedConfig
 
 Slug = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]{0,62}$")]
 """Run, model and agent ids."""
@@ -195,6 +195,8 @@ class ModelConfig(Section):
     """Advantage, loss and correction."""
     replay: ReplayConfig = ReplayConfig()
     """Training again on groups of earlier batches. Off by default."""
+    sft: SupervisedConfig | None = None
+    """Supervised warm-up before the first version. None: none."""
     batch_size: int = Field(default=8, ge=1)
     """Usable groups per batch: groups of which at least one agent of this model has a gradient."""
     max_steps: int | None = Field(default=None, ge=1)
@@ -223,6 +225,8 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
+        if self.kind == "frozen" and self.sft is not None:
+            raise ValueError("a frozen model is not trained: leave sft out")
         if self.kind == "frozen" and self.trainer.n_gpus:
             raise ValueError("a frozen model has no trainer: leave trainer.n_gpus at 0")
         if self.trainer.learning_rate_schedule != "constant" and self.max_steps is None:

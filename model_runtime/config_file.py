@@ -90,7 +90,13 @@ def _absolute(config: RunConfig, folder: Path) -> RunConfig:
         return None if value is None else str((folder / Path(value).expanduser()).resolve())
 
     models = [
-        m.model_copy(update={"model_path": anchor(m.model_path), "adapter_path": anchor(m.adapter_path)})
+        m.model_copy(
+            update={
+                "model_path": anchor(m.model_path),
+                "adapter_path": anchor(m.adapter_path),
+                "sft": m.sft and m.sft.model_copy(update={"data": anchor(m.sft.data)}),
+            }
+        )
         for m in config.models
     ]
     workflow = config.workflow.model_copy(

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from model_runtime.adapters import Tensors
 from model_runtime.batching import Row
+from model_runtime.config import ModelConfig
 from model_runtime.errors import TrainerError
 from model_runtime.protocol import TrainerSpec
 
@@ -51,7 +52,13 @@ class Ranks:
     size = 1
 
     def begin_update(
-        self, rows: Sequence[Row], *, step: int, proximal: Tensors | None, parameters: Sequence[nn.Parameter]
+        self,
+        model: ModelConfig,
+        rows: Sequence[Row],
+        *,
+        step: int,
+        proximal: Tensors | None,
+        parameters: Sequence[nn.Parameter],
     ) -> None:
         """Rank 0 tells the others what to work on."""
 
@@ -164,7 +171,13 @@ class LeadingRank(ProcessGroup):
             threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def begin_update(
-        self, rows: Sequence[Row], *, step: int, proximal: Tensors | None, parameters: Sequence[nn.Parameter]
+        self,
+        model: ModelConfig,
+        rows: Sequence[Row],
+        *,
+        step: int,
+        proximal: Tensors | None,
+        parameters: Sequence[nn.Parameter],
     ) -> None:
         for rank, worker in enumerate(self._workers, 1):
             assert worker.stdin is not None
@@ -175,7 +188,7 @@ class LeadingRank(ProcessGroup):
                 raise TrainerError(
                     f"rank {rank} (pid {worker.pid}) has ended with code {worker.poll()}"
                 ) from error
-        self.share_update(parameters, (list(rows), step, proximal))
+        self.share_update(parameters, (model, list(rows), step, proximal))
 
     def _watch(self) -> None:
         while not self._closing:

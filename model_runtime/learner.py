@@ -60,17 +60,34 @@ class Learner:
     With `ranks` of several processes, each of them calls `update` with the same rows, and rank 0 alone steps.
     """
 
-    def __init__(self, model: ModelConfig, *, seed: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        seed: int,
+        device: torch.device | str = "cpu",
+        policy: Policy | None = None,
+    ) -> None:
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        self._model = model
+        self._model, self._seed = model, seed
         self.ranks = Ranks()
-        self.policy = Policy(model, seed=seed, device=device)
+        self.policy = policy or Policy(model, seed=seed, device=device)
         self._optimizer = torch.optim.AdamW(
             self.policy.parameters.values(),
             lr=model.trainer.learning_rate,
             weight_decay=model.trainer.weight_decay,
         )
+
+    def for_stage(self, model: ModelConfig) -> Learner:
+        """A learner of the same policy with other settings and an optimizer of its own."""
+        stage = Learner(model, seed=self._seed, policy=self.policy)
+        stage.ranks = self.ranks
+        return stage
+
+    def work_on(self, model: ModelConfig) -> None:
+        """Take other settings, as rank 0 has them."""
+        self._model = model
 
     def learning_rate(self, step: int) -> float:
         """Of step 1, 2, …: grows linearly over the warm-up, then follows the schedule."""
@@ -106,7 +123,7 @@ class Learner:
         """
         rows = [row for row in rows if row.loss_mask.any()]
         parameters = list(self.policy.parameters.values())
-        self.ranks.begin_update(rows, step=step, proximal=proximal, parameters=parameters)
+        self.ranks.begin_update(self._model, rows, step=step, proximal=proximal, parameters=parameters)
         passes = self._passes(rows)
         if not passes:
             return {}

@@ -16,6 +16,10 @@ from model_runtime.protocol import CONTROL_FILE, STATUS_FILE, TrainerControl, Tr
 HEARTBEAT_S = 0.5
 
 
+class StopRequested(Exception):
+    """The runtime wants the trainer to end, or a signal came. Nothing is wrong."""
+
+
 class TrainerMailbox:
     """Reads what the runtime wants; writes what the trainer does, at every change and twice a second.
 

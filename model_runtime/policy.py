@@ -134,6 +134,11 @@ class Policy:
             return self._start
         return {name: np.zeros_like(t) if ".lora_B." in name else t for name, t in self.tensors().items()}
 
+    def begin_from(self, tensors: Tensors) -> None:
+        """Let the run start from this adapter, in place of the one it was made with."""
+        self.load(tensors)
+        self._start = dict(tensors)
+
     def adapter_files(self) -> AdapterFiles:
         """The adapter as PEFT and vLLM read it."""
         return self.packed(self.tensors())

@@ -46,7 +46,7 @@ from model_runtime.errors import (
     TrainerError,
 )
 from model_runtime.layout import RunLayout, number_in
-from model_runtime.mailbox import TrainerMailbox
+from model_runtime.mailbox import StopRequested, TrainerMailbox
 from model_runtime.metrics import MetricsWriter
 from model_runtime.protocol import TrainerControl, TrainerSpec, TrainerState
 from model_runtime.store import open_store
@@ -63,10 +63,6 @@ MAX_CANARY_PROMPT_TOKENS = 256
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-
-class StopRequested(Exception):
-    """The runtime wants this process to end, or a signal came. Nothing is wrong."""
 
 
 class FullyAsyncTrainer:
@@ -94,6 +90,7 @@ class FullyAsyncTrainer:
         self._newest_version = -1  # newest in the store; above `_version` while batches are replayed
         self._committed_step: int | None = None  # `_version_step` of the newest of this line in the store
         self._version_tensors: Tensors | None = None
+        self._has_queue = False  # not before the warm-up is over
         self._trained_prompt: list[int] | None = None  # the canary's; from the first batch on
         self._saved_step: int | None = None  # of the newest checkpoint, which may still be on its way too
         self._checkpoint_step: int | None = None  # of the newest in the store
@@ -175,11 +172,14 @@ class FullyAsyncTrainer:
         self._canary_prompts = canary_prompts(
             self._model.model_path, vocab_size=self._learner.policy.vocab_size
         )
+        if self._model.sft is not None:
+            self._warm_up()
         resume = self._restore()
         self._queue = TrainingQueue(
             self._store, self._layout, self._model,
             epoch=self._spec.epoch, resume=resume, seed=self._seed, max_wait_s=self._max_wait_s,
         )  # fmt: skip
+        self._has_queue = True
         self._batches = BatchSource(self._store, self._layout, self._model, self._queue)
         self._metrics = MetricsWriter(
             self._store, self._layout, "steps", epoch=self._spec.epoch, incarnation=self._spec.incarnation,
@@ -191,6 +191,21 @@ class FullyAsyncTrainer:
             self._commit()
             self._finish_writing()
         self._report(state="running")
+
+    def _warm_up(self) -> None:
+        from model_runtime.supervised import Orders, WarmUp
+
+        orders = Orders(
+            obey=self._obey,
+            may_write=self._refuse_if_superseded,
+            say=lambda what: self._mailbox.report(state="running", reason=what),
+        )
+        stage = WarmUp(
+            self._model, self._store, self._layout,
+            seed=self._seed, epoch=self._spec.epoch, incarnation=self._spec.incarnation,
+        )  # fmt: skip
+        stage.run(self._learner, orders)
+        self._mailbox.report(state="running", reason="")
 
     def _restore(self) -> CheckpointDocument | None:
         checkpoint = load_latest_checkpoint(self._store, self._layout)
@@ -372,11 +387,9 @@ class FullyAsyncTrainer:
         control = self._mailbox.control()
         if self._stop.is_set() or control.desired == "stop":
             raise StopRequested
-        if (
-            control.published_version is not None
-            and control.published_version != self._control.published_version
-        ):
-            self._queue.published(control.published_version)
+        published = control.published_version
+        if self._has_queue and published not in (None, self._control.published_version):
+            self._queue.published(published or 0)
             self._mailbox.report(queue=self._queue.report())
         self._control = control
 

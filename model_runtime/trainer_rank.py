@@ -52,7 +52,8 @@ def _serve(spec: TrainerSpec, folder: Path, rank: int, size: int, orders: queue.
     while True:
         orders.get()
         parameters = list(learner.policy.parameters.values())
-        rows, step, proximal = ranks.share_update(parameters)
+        settings, rows, step, proximal = ranks.share_update(parameters)
+        learner.work_on(settings)
         learner.update(rows, step=step, proximal=proximal)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from model_runtime.config_section import Section
@@ -20,3 +22,26 @@ class ReplayConfig(Section):
     async_training.max_staleness, which bounds its first time."""
     max_reuses: int = Field(default=1, ge=1)
     """Times one group is trained again."""
+
+
+class SupervisedConfig(Section):
+    """Supervised warm-up before reinforcement learning: the answers of given conversations are learned, and
+    the result is the run's version 0."""
+
+    data: str
+    """JSONL file; a line is {"messages": [{"role", "content"}, …]}, with "tools" if there are any. Trained
+    are the assistant's tokens."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the data."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Steps, in place of epochs."""
+    batch_size: int = Field(default=8, ge=1)
+    """Conversations a step."""
+    max_tokens: int = Field(default=4096, ge=2)
+    """Longer conversations are left out."""
+    learning_rate: float = Field(default=1e-4, ge=0)
+    """Peak AdamW learning rate; everything else of the optimizer is the trainer's."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate grows linearly from 0."""
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after that, towards the last step."""

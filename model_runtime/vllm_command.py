@@ -135,3 +135,7 @@ def check_paths(model: ModelConfig) -> None:
                 f"model {model.model_id!r}: {field} is {folder!r}, where there is no {file}; "
                 "it must be a local folder in Hugging Face's format"
             )
+    if model.sft is not None and not Path(model.sft.data).is_file():
+        raise RolloutServerError(
+            f"model {model.model_id!r}: sft.data is {model.sft.data!r}, which is no file"
+        )

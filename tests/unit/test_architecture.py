@@ -38,6 +38,8 @@ _TRAINER = (
     "token_head",
     "data_parallel",
     "trainer_rank",
+    "supervised",
+    "supervised_data",
 )
 TRAINER = {f"model_runtime.{m}" for m in _TRAINER}
 PLUGIN = {"model_runtime.vllm_plugin"}

@@ -170,6 +170,11 @@ BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
         [((*FIRST, "trainer"), {"n_gpus": 2, "n_processes": 2})],
         ["trainer: n_processes is 2, but n_gpus is 2", "one process for each GPU"],
     ),
+    "warm-up of a frozen model": (
+        [((*FIRST, "kind"), "frozen"), ((*FIRST, "sft"), {"data": "chat.jsonl"})],
+        ["a frozen model is not trained: leave sft out"],
+    ),
+    "warm-up without data": ([((*FIRST, "sft"), {"epochs": 2})], ["sft.data", "Field required"]),
     "discount above 1": (
         [((*FIRST, "objective"), {"turn_discount": 1.5})],
         ["objective.turn_discount", "less than or equal to 1"],
