@@ -23,6 +23,7 @@ from model_runtime.devices import assign_gpus, check_gpus, visible_gpus
 from model_runtime.errors import RepertoryError
 from model_runtime.store import open_store
 from model_runtime.tokenizer_bundle import build_tokenizer_document
+from model_runtime.tracking import check_trackers
 from model_runtime.vllm_command import check_paths, max_lora_rank
 from model_runtime.vllm_environment import check_build, find_vllm
 from model_runtime.vllm_plugin import OFF_ENV, TESTED_VERSIONS
@@ -87,6 +88,8 @@ def _machine_checks() -> Iterator[_Planned]:
 
 def _config_checks(config: RunConfig) -> Iterator[_Planned]:
     yield "store", lambda: _store(config), ""
+    if config.tracking.trackers:
+        yield "trackers", lambda: _trackers(config), ""
     gateway = config.gateway
     for setting, host, port in (
         ("port", gateway.host, gateway.port),
@@ -176,6 +179,11 @@ def _store(config: RunConfig) -> str:
     store = open_store(config.store)
     store.check()
     return f"{store.url} can be written and read, and creates only what is absent"
+
+
+def _trackers(config: RunConfig) -> str:
+    check_trackers(config.tracking)
+    return ", ".join(config.tracking.trackers)
 
 
 def _gateway_port(setting: str, host: str, port: int | None) -> str:

@@ -26,7 +26,7 @@ from model_runtime.evaluation_config import EvaluationConfig
 from model_runtime.gateway_config import GatewayConfig
 from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.trainer_config import LoRAConfig, LoRARank, TrainerConfig
-from model_runtime.training_config import ReplayConfig, SupervisedConfig
+from model_runtime.training_config import ReplayConfig, SupervisedConfig, TrackingConfig
 
 Slug = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]{0,62}$")]
 """Run, model and agent ids."""
@@ -321,6 +321,8 @@ class RunConfig(Section):
     """The store."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation of the held-out tasks."""
+    tracking: TrackingConfig = TrackingConfig()
+    """TensorBoard, W&B, MLflow, Trackio. None by default."""
     seed: int = Field(default=0, ge=0)
     """Seeds adapters, task order and samplers."""
     max_duration_s: float | None = Field(default=None, gt=0)

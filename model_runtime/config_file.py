@@ -114,5 +114,6 @@ def _absolute(config: RunConfig, folder: Path) -> RunConfig:
             "multi_model": config.multi_model.model_copy(update={"models": models}),
             "workflow": workflow,
             "store": store,
+            "tracking": config.tracking.model_copy(update={"folder": anchor(config.tracking.folder)}),
         }
     )

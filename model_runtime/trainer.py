@@ -50,6 +50,7 @@ from model_runtime.mailbox import StopRequested, TrainerMailbox
 from model_runtime.metrics import MetricsWriter
 from model_runtime.protocol import TrainerControl, TrainerSpec, TrainerState
 from model_runtime.store import open_store
+from model_runtime.tracking import Tracking
 from model_runtime.training_queue import Batch, TrainingQueue
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class FullyAsyncTrainer:
         self._checkpoint_step: int | None = None  # of the newest in the store
         self._timings: dict[str, float] = {}
         self._end_ranks: Callable[[], None] = lambda: None
+        self._tracking_config = config.tracking
+        self._tracking: Tracking | None = None
 
     # ------------------------------------------------------------------ the loop
 
@@ -114,6 +117,8 @@ class FullyAsyncTrainer:
         finally:
             self._writer.close()
             self._end_ranks()
+            if self._tracking is not None:
+                self._tracking.close()
 
     def _train(self) -> TrainerState:
         self._commit_if_due()  # a stop may have come between a step and its version
@@ -184,6 +189,10 @@ class FullyAsyncTrainer:
         self._metrics = MetricsWriter(
             self._store, self._layout, "steps", epoch=self._spec.epoch, incarnation=self._spec.incarnation,
         )  # fmt: skip
+        if self._tracking_config.trackers:
+            self._tracking = Tracking(
+                self._tracking_config, run_id=self._spec.run_id, model_id=model_id, step=self._step
+            )
         newest = latest_version(self._store, self._layout)
         self._newest_version = -1 if newest is None else newest
         self._report()
@@ -422,6 +431,8 @@ class FullyAsyncTrainer:
         self._mailbox.working(for_s=WORK_S)
         identity = {"step": batch.step, "model_id": self._spec.model_id, "version": self._version}
         self._metrics.append({**identity, "epoch": self._spec.epoch, "time": time.time(), **row})
+        if self._tracking is not None:
+            self._tracking.log(row, step=batch.step)
         self._report(last_metrics={name: value for name, value in row.items() if math.isfinite(value)})
 
     def _report(self, **changes: object) -> None:

@@ -45,3 +45,15 @@ class SupervisedConfig(Section):
     """Steps over which the learning rate grows linearly from 0."""
     learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after that, towards the last step."""
+
+
+class TrackingConfig(Section):
+    """Where metrics are shown beside the run's store and Prefect, which have them always. One run for each
+    model, named `<run_id>-<model_id>`; keys and addresses come from each tracker's own environment."""
+
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default=[])
+    """Trackers, through accelerate. Their packages are not installed with this one."""
+    project: str = Field(default="repertory", min_length=1)
+    """Project (W&B, Trackio) or experiment (MLflow)."""
+    folder: str = "./tracking"
+    """Local folder of what trackers write: TensorBoard's event files, W&B's cache."""

@@ -36,6 +36,7 @@ class TrainingFolder:
     root: Path
     model_path: Path
     model: dict[str, Any] = field(default_factory=dict)  # overrides of the model's section
+    run: dict[str, Any] = field(default_factory=dict)  # further sections of the run
     seed: int = 0
     epoch: int = 1
     incarnation: int = 1
@@ -59,6 +60,7 @@ class TrainingFolder:
                 "store": {"url": str(self.root / "store")},
                 "seed": self.seed,
             }
+            | self.run
         )
 
     @property
