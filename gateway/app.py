@@ -137,6 +137,9 @@ class Gateway:
             default_timeout_s=config.workflow.execution_timeout_s,
             max_sessions=config.gateway.max_sessions,
             idle_s=config.gateway.session_idle_s,
+            keeps_unfinished={
+                m.model_id for m in config.trainable_models if m.objective.unfinished == "baseline"
+            },
             journal=self._journal,
             allow_off_policy=config.gateway.allow_off_policy_sampling,
         )

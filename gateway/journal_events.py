@@ -113,6 +113,26 @@ class RewardGiven(_Event, frozen=True, tag="reward"):
     request_id: str | None = None
 
 
+class RewardName(msgspec.Struct, frozen=True, array_like=True):
+    """A reward that is to come: of a turn with `request_id`, else of an agent with `agent_id`, else of the
+    workflow."""
+
+    component: str
+    agent_id: str | None = None
+    request_id: str | None = None
+
+    def __str__(self) -> str:
+        whose = self.request_id or self.agent_id
+        return f"{self.component} of {whose}" if whose else self.component
+
+
+class RewardsAwaited(_Event, frozen=True, tag="awaits"):
+    """The execution is finished; only these rewards are still to come."""
+
+    rewards: list[RewardName]
+    until: float
+
+
 class InfraMarked(_Event, frozen=True, tag="infra"):
     reason: str
 
@@ -152,6 +172,7 @@ Event = (
     | SessionOpened
     | TurnCommitted
     | RewardGiven
+    | RewardsAwaited
     | InfraMarked
     | OutcomeDecided
     | ExecutionWritten

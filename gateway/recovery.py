@@ -26,6 +26,7 @@ from gateway.journal_events import (
     MemberSettled,
     OutcomeDecided,
     RewardGiven,
+    RewardsAwaited,
     SessionOpened,
     SessionSettled,
     TurnCommitted,
@@ -159,6 +160,9 @@ def _session(opened: SessionOpened, events: Iterable[Event], journal: SessionJou
                 _play_turn(session, event)
             case RewardGiven():
                 session.rewards.put(event)
+            case RewardsAwaited():
+                session.awaits = event
+                session.deadline = now + event.until - time.time()
             case InfraMarked(reason):
                 session.infra_reason = reason
             case OutcomeDecided(status, reason):

@@ -15,7 +15,15 @@ from gateway.calls import CallIdentity, CallLedger
 from gateway.chains import AgentChains, Match, SampledTurn
 from gateway.conversation import ChatReply
 from gateway.journal import Append, SessionJournal
-from gateway.journal_events import Event, InfraMarked, RewardGiven, TurnCommitted, of_session
+from gateway.journal_events import (
+    Event,
+    InfraMarked,
+    RewardGiven,
+    RewardName,
+    RewardsAwaited,
+    TurnCommitted,
+    of_session,
+)
 from gateway.sampling import Settings
 from model_runtime.errors import ConflictError
 from model_runtime.protocol import FinalizeAnswer
@@ -35,16 +43,21 @@ class RewardBook:
 
     def put(self, given: RewardGiven) -> None:
         """Set or, with None, withdraw."""
-        if given.request_id is not None:
-            level = self.turns.setdefault(given.request_id, {})
-        elif given.agent_id is not None:
-            level = self.agents.setdefault(given.agent_id, {})
-        else:
-            level = self.workflow
+        level = self._level(given)
         if given.value is None:
             level.pop(given.component, None)
         else:
             level[given.component] = given.value
+
+    def has(self, name: RewardName) -> bool:
+        return name.component in self._level(name)
+
+    def _level(self, name: RewardGiven | RewardName) -> dict[str, float | None]:
+        if name.request_id is not None:
+            return self.turns.setdefault(name.request_id, {})
+        if name.agent_id is not None:
+            return self.agents.setdefault(name.agent_id, {})
+        return self.workflow
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -65,6 +78,7 @@ class Session:
     rewards: RewardBook = field(default_factory=RewardBook)
     calls: CallLedger = field(default_factory=CallLedger)
     affinity: dict[str, str] = field(default_factory=dict)
+    awaits: RewardsAwaited | None = None  # it is finished but for these rewards
     infra_reason: str = ""  # why an agent of it was answered with a 5xx
     outcome: tuple[SettlementStatus, str] | None = None  # how it ends, once decided
     settlement: asyncio.Task[FinalizeAnswer] | None = None
@@ -74,9 +88,27 @@ class Session:
         return self.mode == "train"
 
     def require_active(self) -> None:
-        """Raises ConflictError once the session's end is decided."""
+        """Raises ConflictError once the session takes no more calls."""
+        self.require_undecided()
+        if self.awaits is not None:
+            raise ConflictError(
+                f"session {self.session_id} is finished and awaits rewards; it takes no calls"
+            )
+
+    def require_undecided(self) -> None:
+        """Raises ConflictError once the session's end is decided: from then on nothing of it changes."""
         if self.outcome is not None:
             raise ConflictError(f"session {self.session_id} is {self.outcome[0]}; it takes no more calls")
+
+    @property
+    def missing_rewards(self) -> list[RewardName]:
+        """Those awaited and not yet given."""
+        return [name for name in (self.awaits.rewards if self.awaits else ()) if not self.rewards.has(name)]
+
+    @property
+    def is_rewarded(self) -> bool:
+        """It only awaited rewards, and has them all."""
+        return self.awaits is not None and self.outcome is None and not self.missing_rewards
 
     def chains_of(self, agent_id: str, model_id: str) -> AgentChains:
         return self.agents.setdefault(agent_id, AgentChains(agent_id, model_id))

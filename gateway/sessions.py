@@ -13,19 +13,21 @@ import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.admission import GroupAdmission, OpenGroup
 from gateway.calls import CallLedger
-from gateway.chains import ExecutionRecord, materialise
+from gateway.execution_record import Recorder, awaiting_answer, reason_of_missing, without_rows
 from gateway.ingestor import FinishedExecution, TrajectoryIngestor
 from gateway.journal import Append, Forget, SessionJournal
 from gateway.journal_events import (
     ExecutionWritten,
     OutcomeDecided,
     RewardGiven,
+    RewardName,
+    RewardsAwaited,
     SessionOpened,
     SessionSettled,
     of_execution,
@@ -44,8 +46,14 @@ from model_runtime.errors import (
     UnknownSessionError,
 )
 from model_runtime.gateway_config import GatewayConfig
-from model_runtime.protocol import FinalizeAnswer, RewardRequest, SessionRequest
-from model_runtime.types import DEFAULT_COMPONENT, MemberKey, SettlementStatus, Trajectory
+from model_runtime.protocol import (
+    AwaitedReward,
+    FinalizeAnswer,
+    FinalizeRequest,
+    RewardRequest,
+    SessionRequest,
+)
+from model_runtime.types import DEFAULT_COMPONENT, MemberKey, SettlementStatus
 
 logger = logging.getLogger(__name__)
 
@@ -82,15 +90,16 @@ class SessionRegistry:
         default_timeout_s: float,
         max_sessions: int = GatewayConfig().max_sessions,
         idle_s: float | None = None,
+        keeps_unfinished: Collection[str] = (),
         journal: SessionJournal | None = None,
         allow_off_policy: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._run_id = run_id
         self._routes = routes
         self._admission = admission
         self._ingestor = ingestor
         self._metrics = metrics
+        self._recorder = Recorder(run_id, metrics, keeps_unfinished)
         self._default_sampling = default_sampling
         self._default_timeout_s = default_timeout_s
         self._max_sessions = max_sessions
@@ -149,30 +158,35 @@ class SessionRegistry:
     # -------------------------------------------------------------- rewards and ends
 
     def reward(self, session: Session, request: RewardRequest) -> None:
-        """Set or withdraw one reward. Raises UnknownAgentError, InvalidRequestError, ConflictError."""
-        session.require_active()
-        if request.agent_id is not None:
-            self._routes.model_of(request.agent_id)
-        request_id = None if request.request_id is None else _bare_request_id(request.request_id)
-        if request_id is not None and not session.knows_request(request_id):
-            raise InvalidRequestError(
-                f"session {session.session_id} has no recorded call {request.request_id!r}",
-                param="request_id",
-            )
+        """Set or withdraw one reward. The last one that a finished execution awaits settles it. Raises
+        UnknownAgentError, InvalidRequestError, ConflictError."""
+        session.require_undecided()
+        request_id = self._checked_request_id(session, request)
         session.give_reward(
             RewardGiven(request.component, request.reward, agent_id=request.agent_id, request_id=request_id)
         )
+        if session.is_rewarded:
+            self._begin_to_settle(session, "finalized")
 
     async def finalize(
-        self, session_id: str, api_key: str, *, reward: float | None = None, trusted: bool = False
+        self, session_id: str, api_key: str, request: FinalizeRequest, *, trusted: bool = False
     ) -> FinalizeAnswer:
-        """Settle as finished; returns when rows and settlements are durable."""
+        """Settle as finished; returns when rows and settlements are durable. With a reward deadline while
+        rewards are missing: `awaiting_reward`, and settled when they have come or the time is up.
+
+        Raises UnknownAgentError and InvalidRequestError for rewards that can't come."""
         answer = self._settled_answer(session_id, api_key, trusted)
         if answer is not None:
             return answer
         session = self.find(session_id, api_key, trusted=trusted)
-        if reward is not None and session.outcome is None:
-            session.give_reward(RewardGiven(DEFAULT_COMPONENT, reward))
+        if request.reward is not None and session.outcome is None:
+            session.give_reward(RewardGiven(DEFAULT_COMPONENT, request.reward))
+        if request.reward_deadline_s is not None and session.outcome is None and not session.infra_reason:
+            self._await_rewards(session, request)
+            if session.missing_rewards:
+                await session.calls.stop_all()
+                await self._journal.durable()
+                return awaiting_answer(session)
         return await self.settle(session, "finalized")
 
     async def abort(
@@ -185,15 +199,36 @@ class SessionRegistry:
         return await self.settle(self.find(session_id, api_key, trusted=trusted), status, reason)
 
     async def settle(self, session: Session, status: SettlementStatus, reason: str = "") -> FinalizeAnswer:
-        """Decide how the session ends, if that is still open, and wait until it is durable."""
+        """Decide how the session ends, if that is still open, and wait until it is durable. One that is
+        finished and only awaits rewards does not expire: it ends as finished, with those that came."""
+        return await asyncio.shield(self._begin_to_settle(session, status, reason))
+
+    def _begin_to_settle(
+        self, session: Session, status: SettlementStatus, reason: str = ""
+    ) -> asyncio.Task[FinalizeAnswer]:
         if session.outcome is None:
+            if session.awaits is not None and status == "expired":
+                status, reason = "finalized", reason_of_missing(session)
             if status == "finalized" and session.infra_reason:
                 status, reason = "infra", session.infra_reason
             session.outcome = (status, reason)
             session.note(OutcomeDecided(status, reason))
         if session.settlement is None or _has_failed(session.settlement):
             session.settlement = asyncio.create_task(self._settle(session, *session.outcome))
-        return await asyncio.shield(session.settlement)
+        return session.settlement
+
+    def _await_rewards(self, session: Session, request: FinalizeRequest) -> None:
+        """Asked again, the first deadline stays."""
+        if session.awaits is not None or request.reward_deadline_s is None:
+            return
+        awaited = [self._awaited(session, reward) for reward in request.awaits or [AwaitedReward()]]
+        session.awaits = RewardsAwaited(awaited, time.time() + request.reward_deadline_s)
+        session.deadline = self._clock() + request.reward_deadline_s
+        session.note(session.awaits)
+
+    def _awaited(self, session: Session, reward: AwaitedReward) -> RewardName:
+        request_id = self._checked_request_id(session, reward)
+        return RewardName(reward.component, agent_id=reward.agent_id, request_id=request_id)
 
     # -------------------------------------------------------------- deadlines
 
@@ -203,7 +238,7 @@ class SessionRegistry:
         now = self._clock()
         for session in self:
             session.calls.forget_old()
-        overdue = [s for s in self if now >= s.deadline or _has_failed(s.settlement)]
+        overdue = [s for s in self if now >= s.deadline or s.is_rewarded or _has_failed(s.settlement)]
         ends = [self.settle(s, "expired", "the execution's time was up") for s in overdue]
         for session in self._idle_sessions(now):
             reason = f"nothing was asked of it for gateway.session_idle_s = {self._idle_s:g} s"
@@ -244,11 +279,11 @@ class SessionRegistry:
         for note in written:
             session = found.get((note.member, note.mode))
             if session is not None and session.outcome is not None:
-                execution, num_refused = self._execution(session, *session.outcome)
+                execution, num_refused = self._recorder.execution(session, *session.outcome)
                 self._note_durable(execution, note.writer, note.seq)
                 self._end(session, execution, num_refused)
             elif session is None:  # its member never opened one
-                execution = _without_rows(note.member, note.status, {})
+                execution = without_rows(note.member, note.status, {})
                 self._note_durable(execution, note.writer, note.seq)
                 self._journal.write(Forget(of_execution(note.member, note.mode)))
         for session in self:
@@ -257,10 +292,23 @@ class SessionRegistry:
 
     # -------------------------------------------------------------- inside
 
+    def _checked_request_id(self, session: Session, named: RewardRequest | AwaitedReward) -> str | None:
+        """Of the turn a reward is for, if it is for one. Raises UnknownAgentError, InvalidRequestError."""
+        if named.agent_id is not None:
+            self._routes.model_of(named.agent_id)
+        request_id = None if named.request_id is None else _bare_request_id(named.request_id)
+        if request_id is not None and not session.knows_request(request_id):
+            raise InvalidRequestError(
+                f"session {session.session_id} has no recorded call {named.request_id!r}",
+                param="request_id",
+            )
+        return request_id
+
     def _idle_sessions(self, now: float) -> list[Session]:
         if self._idle_s is None:
             return []
-        return [s for s in self if not s.calls.num_running and now - s.active_at >= self._idle_s]
+        idle = [s for s in self if not s.calls.num_running and now - s.active_at >= self._idle_s]
+        return [s for s in idle if s.awaits is None]
 
     def _member(self, key: MemberKey) -> _Member:
         return self._groups.setdefault(key.group_id, {}).setdefault(key.member_index, _Member())
@@ -349,24 +397,9 @@ class SessionRegistry:
 
     async def _settle(self, session: Session, status: SettlementStatus, reason: str) -> FinalizeAnswer:
         await session.calls.stop_all()
-        execution, num_refused = self._execution(session, status, reason)
+        execution, num_refused = self._recorder.execution(session, status, reason)
         await self._record(execution)
         return self._end(session, execution, num_refused)
-
-    def _execution(
-        self, session: Session, status: SettlementStatus, reason: str
-    ) -> tuple[FinishedExecution, int]:
-        """What is recorded of a session, and how many of its trajectories are refused."""
-        trajectories, num_refused = self._trajectories(session, status)
-        execution = FinishedExecution(
-            member=session.member,
-            status=status,
-            reason=reason,
-            train=session.train,
-            trajectories=tuple(trajectories),
-            mode="train" if session.is_training else "eval",
-        )
-        return execution, num_refused
 
     def _end(self, session: Session, execution: FinishedExecution, num_refused: int) -> FinalizeAnswer:
         """It is durable: all that stays of the session is its answer."""
@@ -421,31 +454,6 @@ class SessionRegistry:
             return False
         return True
 
-    def _trajectories(self, session: Session, status: SettlementStatus) -> tuple[list[Trajectory], int]:
-        """Only finished executions leave rows; the chains of others are counted and let go."""
-        if status != "finalized":
-            for owner in session.agents.values():
-                self._metrics.count_unrecorded(owner.model_id, status, owner.chains)
-            return [], 0
-        record = ExecutionRecord(
-            run_id=self._run_id,
-            member=session.member,
-            session_id=session.session_id,
-            train=session.train,
-            workflow_rewards=session.rewards.workflow,
-            agent_rewards=session.rewards.agents,
-            turn_rewards=session.rewards.turns,
-        )
-        trajectories, refused = materialise(session.agents.values(), record)
-        for error in refused:
-            logger.error("session %s: %s", session.session_id, error)
-        if refused:
-            recorded = {(row.agent_id, row.chain_index) for row in trajectories}
-            for owner in session.agents.values():
-                lost = [c for c in owner.chains if (owner.agent_id, c.index) not in recorded]
-                self._metrics.count_unrecorded(owner.model_id, "refused", lost)
-        return trajectories, len(refused)
-
     def _ends_of_group(self, group: OpenGroup) -> list[Coroutine[Any, Any, Any]]:
         """Settlements still missing of a group whose time is up, those of unopened members among them."""
         members = self._groups.setdefault(group.group_id, {})
@@ -462,7 +470,7 @@ class SessionRegistry:
                     member_index=index,
                     attempt=member.next_attempt,
                 )
-                ends.append(self._settle_unopened(_without_rows(key, "expired", group.train)))
+                ends.append(self._settle_unopened(without_rows(key, "expired", group.train)))
         return ends
 
     async def _settle_unopened(self, execution: FinishedExecution) -> None:
@@ -473,19 +481,6 @@ class SessionRegistry:
 def _answer_of(end: SessionSettled) -> FinalizeAnswer:
     return FinalizeAnswer(
         session_id=end.session_id, status=end.status, num_rows=end.num_rows, num_refused=end.num_refused
-    )
-
-
-def _without_rows(
-    member: MemberKey, status: SettlementStatus, train: Mapping[str, bool]
-) -> FinishedExecution:
-    return FinishedExecution(
-        member=member,
-        status=status,
-        reason="the group's time was up before this member began",
-        train=train,
-        trajectories=(),
-        mode="train",
     )
 
 

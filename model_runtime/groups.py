@@ -18,7 +18,7 @@ from model_runtime.advantages import group_advantages
 from model_runtime.log_reader import Position
 from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.turn_credit import MemberTurns, TurnRecord, turn_advantages, turn_records
-from model_runtime.types import DEFAULT_COMPONENT, MemberKey, Settlement, Trajectory
+from model_runtime.types import DEFAULT_COMPONENT, UNFINISHED_STATUSES, MemberKey, Settlement, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class LogRow:
     policy_version_max: int
     num_bytes: int
     trajectory: Trajectory | None
+    unfinished: bool = False  # it counts in the baseline and has no loss
 
     @classmethod
     def of(cls, trajectory: Trajectory, position: Position, objective: ObjectiveConfig) -> LogRow:
@@ -74,6 +75,14 @@ class LogRow:
             num_bytes=trajectory.nbytes,
             trajectory=trajectory,
         )
+
+    def as_unfinished(self, reward: float | None) -> LogRow:
+        """Of an execution that did not finish; `reward` is what it counts with if it was given none."""
+        self.unfinished = True
+        if self.reward is None and reward is not None:
+            self.reward = self.outcome = reward
+            self.components = (reward,) * len(self.components)
+        return self
 
     @property
     def order(self) -> tuple[int, str, int]:
@@ -174,6 +183,8 @@ def judge(group: Group, objective: ObjectiveConfig) -> Verdict:
                     continue
                 if isinstance(taught, str):
                     excluded[row.trajectory_id] = taught
+                elif row.unfinished:
+                    excluded[row.trajectory_id] = "unfinished"
                 else:
                     advantages[row.trajectory_id] = taught[row.member.member_index]
     reason = None if advantages else _closed_reason(group, set(excluded.values()))
@@ -203,7 +214,10 @@ def _judge_turns(group: Group, objective: ObjectiveConfig) -> Verdict:
         else:
             found: dict[str, TurnValues] = {}
             for own, advantages_T in zip(of_member.values(), taught, strict=True):
-                found |= _by_row(own, advantages_T.tolist())
+                if own[0].unfinished:
+                    excluded |= {row.trajectory_id: "unfinished" for row in own}
+                else:
+                    found |= _by_row(own, advantages_T.tolist())
             lone = {i for i, values in found.items() if all(map(math.isnan, values))}
             excluded |= dict.fromkeys(lone, "too_few_values")
             turn_values |= {i: values for i, values in found.items() if i not in lone}
@@ -350,6 +364,8 @@ class GroupBook:
         dropped = ()
         if settlement.status == "finalized":
             group.rows.extend(rows)
+        elif settlement.status in UNFINISHED_STATUSES and self._objective.unfinished == "baseline":
+            group.rows.extend(row.as_unfinished(self._objective.unfinished_reward) for row in rows)
         else:
             dropped = _all(rows, settlement.status)
         if not group.is_complete:

@@ -83,6 +83,13 @@ class ObjectiveConfig(Section):
     reward_level: Literal["workflow", "agent"] = "workflow"
     """workflow: the execution's reward, broadcast to every agent. agent: each agent's own, where it has
     one, else the execution's."""
+    unfinished: Literal["drop", "baseline"] = "drop"
+    """What becomes of executions that ran out of time or were aborted, through no fault of the
+    infrastructure. drop: they teach nothing. baseline: their rewards count where their group is compared,
+    their own tokens have no loss (verl's mask_unfinished_episode)."""
+    unfinished_reward: float | None = Field(default=None, allow_inf_nan=False)
+    """With unfinished: baseline, the reward of those that were given none. None: they are left out; what is
+    missing is not 0."""
     normalize_by_std: bool | Literal["batch"] = True
     """For grpo, grpo_passk and gdpo. False: no division by the standard deviation (Dr. GRPO, arXiv
     2503.20783). batch: by that of all rewards in the batch, grpo only."""
@@ -169,6 +176,15 @@ class ObjectiveConfig(Section):
             raise ValueError(f"normalize_by_std: batch goes with advantage: grpo, not {self.advantage}")
         if not any(self.reward_weights.values()):
             raise ValueError("reward_weights: at least one component needs a weight other than 0")
+        return self
+
+    @model_validator(mode="after")
+    def _unfinished_settings_match(self) -> ObjectiveConfig:
+        if self.unfinished_reward is not None and self.unfinished != "baseline":
+            raise ValueError(
+                f"unfinished_reward {self.unfinished_reward:g} goes with unfinished: baseline, "
+                f"not {self.unfinished}"
+            )
         return self
 
     @property

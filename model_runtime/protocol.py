@@ -201,10 +201,25 @@ class RewardRequest(_Request):
     request_id: str | None = None
 
 
+class AwaitedReward(_Request):
+    """A reward that a judge will give later; named as in RewardRequest."""
+
+    component: Text = Field(default="reward", min_length=1, max_length=200)
+    agent_id: str | None = None
+    request_id: str | None = None
+
+
 class FinalizeRequest(_Request):
-    """POST /sessions/{id}/finalize. Answers when rows and settlements are durable."""
+    """POST /sessions/{id}/finalize. Answers when rows and settlements are durable.
+
+    With `reward_deadline_s`, and while an awaited reward is missing (by default the workflow's `reward`), the
+    answer is 202 `awaiting_reward`: the session takes rewards and no more calls, and settles when the last
+    awaited one has come, the deadline passes, its group's time is up, or finalize is called again without a
+    deadline."""
 
     reward: RewardValue | None = None
+    reward_deadline_s: float | None = Field(default=None, gt=0, le=7 * 86400)
+    awaits: list[AwaitedReward] = Field(default_factory=list, max_length=1000)
 
 
 class AbortRequest(_Request):
@@ -216,9 +231,10 @@ class AbortRequest(_Request):
 
 class FinalizeAnswer(_Wire):
     session_id: str
-    status: str  # the settlement's; `infra` when the session had to answer an agent with a 5xx
+    status: str  # the settlement's (`infra` when an agent was answered with a 5xx), or `awaiting_reward`
     num_rows: dict[str, int]  # model_id → trajectories
     num_refused: int = 0  # trajectories that broke an invariant
+    awaits: list[AwaitedReward] = Field(default_factory=list)  # rewards that have not come yet
 
 
 class DesiredRequest(_Wire):

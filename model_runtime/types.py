@@ -26,6 +26,8 @@ Rewards = Mapping[str, float | None]
 
 SettlementStatus = Literal["finalized", "aborted", "expired", "infra", "retried"]
 FINAL_STATUSES: frozenset[str] = frozenset({"finalized", "aborted", "expired", "infra"})
+UNFINISHED_STATUSES: frozenset[str] = frozenset({"aborted", "expired"})
+"""The execution's own doing, unlike `infra`: it ran out of time or room, or gave up."""
 
 Int32Array = npt.NDArray[np.int32]
 Int8Array = npt.NDArray[np.int8]

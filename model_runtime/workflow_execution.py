@@ -253,7 +253,10 @@ class WorkflowExecutor:
             return await self._abort(session, "aborted", reason)
         if reward is not None:
             session.rewards[None, DEFAULT_COMPONENT] = reward
-        return await self._settle(session, "finalize", FinalizeRequest(reward=reward))
+        request = FinalizeRequest(
+            reward=reward, reward_deadline_s=session.reward_deadline_s, awaits=session.awaits
+        )
+        return await self._settle(session, "finalize", request)
 
     async def _abort(self, session: WorkflowSession, status: Unfinished, reason: str) -> FinalizeAnswer:
         return await self._settle(session, "abort", AbortRequest(status=status, reason=reason[:500]))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from model_runtime.errors import InvalidRequestError
 from model_runtime.gateway_client import GatewayClient, is_infrastructure
-from model_runtime.protocol import SessionAnswer
+from model_runtime.protocol import AwaitedReward, SessionAnswer
 from model_runtime.types import DEFAULT_COMPONENT, MemberKey
 
 
@@ -54,6 +54,8 @@ class WorkflowSession:
         self.num_calls = 0
         self.rewards: dict[tuple[str | None, str], float] = {}
         """(agent_id or None for the workflow, component) → the reward given so far."""
+        self.awaits: list[AwaitedReward] = []
+        self.reward_deadline_s: float | None = None
         self.infrastructure_error: BaseException | None = None
         """The first failure of a call that was the infrastructure's, whatever the workflow made of it."""
         self._gateway = gateway
@@ -119,6 +121,21 @@ class WorkflowSession:
         )
         if request_id is None:
             self._note(agent_id, component, given)
+
+    def await_reward(
+        self,
+        deadline_s: float,
+        *,
+        agent_id: str | None = None,
+        request_id: str | None = None,
+        component: str = DEFAULT_COMPONENT,
+    ) -> None:
+        """Say that this reward comes after the workflow returns: a judge posts it to `{base_url}/reward` with
+        `api_key`, in the fields of `reward`. The execution counts as finished when the last such reward has
+        come, or `deadline_s` after the workflow returned; of several the longest deadline holds. What has not
+        come by then is missing, which is not 0."""
+        self.reward_deadline_s = max(deadline_s, self.reward_deadline_s or 0.0)
+        self.awaits.append(AwaitedReward(component=component, agent_id=agent_id, request_id=request_id))
 
     def _note(self, agent_id: str | None, component: str, value: float | None) -> None:
         if value is None:

@@ -61,12 +61,16 @@ async def reward(request: Request, session_id: str, body: RewardRequest) -> dict
 
 
 @router.post("/sessions/{session_id}/finalize")
-async def finalize(request: Request, session_id: str, body: FinalizeRequest | None = None) -> FinalizeAnswer:
-    """End the execution; answers when its rows and settlements are durable."""
-    given = body or FinalizeRequest()
-    return await gateway_of(request).sessions.finalize(
-        session_id, bearer_key(request), reward=given.reward, trusted=is_admin(request)
+async def finalize(
+    request: Request, response: Response, session_id: str, body: FinalizeRequest | None = None
+) -> FinalizeAnswer:
+    """End the execution; answers when its rows and settlements are durable, 202 while it awaits rewards."""
+    answer = await gateway_of(request).sessions.finalize(
+        session_id, bearer_key(request), body or FinalizeRequest(), trusted=is_admin(request)
     )
+    if answer.status == "awaiting_reward":
+        response.status_code = 202
+    return answer
 
 
 @router.post("/sessions/{session_id}/abort")

@@ -386,3 +386,23 @@ def test_a_session_that_is_idle_for_too_long_expires_with_the_reason(lives: Live
     assert busy.finalize()["status"] == "finalized"
     [end] = [s for s in harness.settlements("plan") if s.status == "expired"]
     assert end.reason == "nothing was asked of it for gateway.session_idle_s = 0.8 s"
+
+
+def test_a_finished_execution_goes_on_awaiting_its_rewards(lives: Lives, before: GatewayHarness) -> None:
+    first, second = before.open_session(0), before.open_session(1)
+    awaits = [{"component": "a"}, {"component": "b"}]
+    for session in (first, second):
+        session.chat("x")
+        body = {"reward_deadline_s": 3600, "awaits": awaits}
+        assert session.post("finalize", body).status_code == 202
+    first.post("reward", {"reward": 1.0, "component": "a"})
+    after = lives.crash(before)
+    first, second = moved(first, after), moved(second, after)
+    assert first.chat("y").status_code == 409
+    answer = first.post("finalize", {"reward_deadline_s": 3600, "awaits": awaits})
+    assert [a["component"] for a in answer.json()["awaits"]] == ["b"]
+    first.post("reward", {"reward": 2.0, "component": "b"})
+    assert second.post("finalize").json()["status"] == "finalized"
+    assert first.post("finalize").json()["status"] == "finalized"
+    rewards = {row.member.member_index: dict(row.workflow_rewards) for row in after.rows("plan")}
+    assert rewards == {0: {"a": 1.0, "b": 2.0}, 1: {}}

@@ -225,6 +225,7 @@ def test_a_group_past_its_time_settles_open_members_and_those_that_never_began(
     wait_for(lambda: len(harness.settlements("plan")) == 3)
     found = {s.member.member_index: s.status for s in harness.settlements("plan")}
     assert found == {0: "finalized", 1: "expired", 2: "expired"}
+    wait_for(lambda: "short" not in harness.gateway.sessions._groups)
     again = harness.http.post(
         "/groups", json={"group_id": "short", "group_size": 3, "wait_s": 0}, headers=harness.admin
     )

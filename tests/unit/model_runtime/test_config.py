@@ -179,6 +179,22 @@ BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
         [((*FIRST, "objective"), {"turn_discount": 1.5})],
         ["objective.turn_discount", "less than or equal to 1"],
     ),
+    "a reward for executions that are dropped": (
+        [((*FIRST, "objective"), {"unfinished_reward": -1.0})],
+        ["unfinished_reward -1 goes with unfinished: baseline", "not drop"],
+    ),
+    "an unknown fate of unfinished executions": (
+        [((*FIRST, "objective"), {"unfinished": "zero"})],
+        ["objective.unfinished", "'zero'", "'drop' or 'baseline'"],
+    ),
+    "no room at all": (
+        [((*FIRST, "rollout", "max_concurrent_requests"), 0)],
+        ["rollout.max_concurrent_requests", "greater than or equal to 1"],
+    ),
+    "an attempt without time": (
+        [(("gateway", "attempt_timeout_s"), 0)],
+        ["gateway.attempt_timeout_s", "greater than 0"],
+    ),
     "duplicate model id": (
         [((*FIRST, "model_id"), "solver_model")],
         ["multi_model.models", "model_id 'solver_model'", "more than once"],

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import pytest
+
 from model_runtime.groups import GroupBook, LogRow, Outcome, Verdict
 from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.types import Trajectory
@@ -229,3 +232,68 @@ def test_components_of_workflow_and_agent_are_mixed_by_their_weights():
     one = make_trajectory(member_index=1, group_size=2, **shared)
     verdict = _judged(objective, [both], [one])
     assert verdict.advantages == {both.trajectory_id: 0.25, one.trajectory_id: -0.25}
+
+
+# ------------------------------------------------------------------ executions that did not finish
+
+
+def _with_one_unfinished(status: str, reward: float | None, **objective) -> tuple[Verdict, list[Outcome]]:
+    """Three finished members with rewards 1, 0, 0, and one that ended as `status`."""
+    book = GroupBook(config := ObjectiveConfig(**objective))
+    outcomes = []
+    for index, (value, end) in enumerate(
+        [(1.0, "finalized"), (0.0, "finalized"), (0.0, "finalized"), (reward, status)]
+    ):
+        row = LogRow.of(_member(index, value), _HERE, config)
+        outcomes.append(book.settle(_HERE, make_settlement(member_index=index, status=end), [row]))
+    group = outcomes[-1].completed
+    assert group is not None
+    assert group.verdict is not None
+    return group.verdict, outcomes
+
+
+def test_an_unfinished_execution_is_dropped_unless_it_is_to_be_compared_with():
+    verdict, outcomes = _with_one_unfinished("expired", 0.5)
+    assert verdict.baselines[0].values == (1.0, 0.0, 0.0)
+    assert [reason for _, reason in outcomes[-1].dropped] == ["expired"]
+
+
+@pytest.mark.parametrize("turns", [{}, {"turn_discount": 0.5}])
+@pytest.mark.parametrize("status", ["expired", "aborted"])
+def test_an_unfinished_execution_counts_in_the_baseline_and_has_no_loss(status, turns):
+    verdict, outcomes = _with_one_unfinished(status, 0.5, unfinished="baseline", **turns)
+    assert outcomes[-1].dropped == ()
+    assert verdict.baselines[0].values == (1.0, 0.0, 0.0, 0.5)
+    assert list(verdict.excluded.values()) == ["unfinished"]
+    # values 1, 0, 0, 0.5: mean 0.375
+    mean, std = 0.375, np.std([1, 0, 0, 0.5], ddof=1)
+    expected = [(value - mean) / std for value in (1.0, 0.0, 0.0)]
+    assert np.allclose(list(verdict.advantages.values()), expected, rtol=1e-4)
+
+
+def test_an_unfinished_execution_without_a_reward_is_left_out_unless_the_config_says_its_value():
+    verdict, _ = _with_one_unfinished("expired", None, unfinished="baseline")
+    assert verdict.baselines[0].values == (1.0, 0.0, 0.0)
+    assert list(verdict.excluded.values()) == ["missing_reward"]
+    verdict, _ = _with_one_unfinished("expired", None, unfinished="baseline", unfinished_reward=-1.0)
+    assert verdict.baselines[0].values == (1.0, 0.0, 0.0, -1.0)
+    assert list(verdict.excluded.values()) == ["unfinished"]
+    verdict, _ = _with_one_unfinished("expired", 0.5, unfinished="baseline", unfinished_reward=-1.0)
+    assert verdict.baselines[0].values == (1.0, 0.0, 0.0, 0.5)
+
+
+@pytest.mark.parametrize("status", ["infra"])
+def test_the_infrastructures_fault_is_never_compared_with(status):
+    verdict, outcomes = _with_one_unfinished(status, 0.5, unfinished="baseline", unfinished_reward=0.0)
+    assert verdict.baselines[0].values == (1.0, 0.0, 0.0)
+    assert [reason for _, reason in outcomes[-1].dropped] == [status]
+
+
+def test_a_group_of_unfinished_executions_alone_teaches_nothing():
+    book = GroupBook(config := ObjectiveConfig(unfinished="baseline"))
+    for index in range(4):
+        row = LogRow.of(_member(index, float(index)), _HERE, config)
+        outcome = book.settle(_HERE, make_settlement(member_index=index, status="expired"), [row])
+    assert outcome.completed is not None
+    assert outcome.completed.verdict is not None
+    assert outcome.completed.verdict.closed_reason == "cancelled"

@@ -82,6 +82,33 @@ def test_rows_rewards_and_settlements_of_every_execution_are_in_the_logs(
     assert none == []
 
 
+def test_a_judge_may_answer_after_the_workflow_returned(harness: GatewayHarness, config: RunConfig) -> None:
+    judged: list[tuple[str, str, int]] = []
+
+    async def work(task: dict[str, Any], session: WorkflowSession) -> None:
+        await session.chat("searcher", [{"role": "user", "content": str(task["n"])}], max_tokens=8)
+        session.await_reward(3600)
+        session.await_reward(60, component="style", agent_id="searcher")
+        judged.append((session.session_id, session.api_key, session.member.member_index))
+
+    report = drive(harness, config, work)
+    assert report.executions == {"awaiting_reward": 2 * GROUP_SIZE}
+    assert log_of(harness, "solve") == ([], [])
+    for session_id, key, member in judged:
+        for body in (
+            {"reward": float(member)},
+            {"reward": 0.5, "component": "style", "agent_id": "searcher"},
+        ):
+            headers = {"Authorization": f"Bearer {key}"}
+            harness.http.post(f"/sessions/{session_id}/reward", json=body, headers=headers).raise_for_status()
+    for session_id, *_ in judged:  # asked again, it answers how it ended
+        answer = harness.http.post(f"/sessions/{session_id}/finalize", headers=harness.admin)
+        assert answer.json()["status"] == "finalized"
+    _, rows = log_of(harness, "solve")
+    assert {dict(row.workflow_rewards)["reward"] for row in rows} == {0.0, 1.0, 2.0}
+    assert [dict(row.agent_rewards) for row in rows] == [{"style": 0.5}] * 2 * GROUP_SIZE
+
+
 def test_a_driver_started_again_finds_everything_settled(harness: GatewayHarness, config: RunConfig) -> None:
     drive(harness, config, two_turns)
     again = drive(harness, config, two_turns)
@@ -105,7 +132,9 @@ def test_a_driver_that_was_stopped_is_continued_by_the_next(
         )
         running = asyncio.ensure_future(driver.run())
         await stuck.wait()
-        await asyncio.sleep(0.5)
+        async with asyncio.timeout(20):
+            while driver._tally.executions["finalized"] < 2 * GROUP_SIZE - 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
