@@ -259,12 +259,14 @@ UNIT: Any = {
 def test_the_servers_own_grammar_forces_a_call(harness: GatewayHarness, choice: Any) -> None:
     session = harness.open_session(mode="eval", group_id="forced")
     with openai.OpenAI(base_url=f"{session.base_url}/agents/planner/v1", api_key=session.api_key) as client:
-        for seed in range(8):  # the grammar lets the model make one call after another until it is cut
-            reply = client.chat.completions.create(
+        replies = (
+            client.chat.completions.create(
                 model="m", messages=ASKED, tools=[UNIT], tool_choice=choice, max_tokens=250, seed=seed
             )
-            if reply.choices[0].finish_reason != "length":
-                break
+            for seed in range(8)
+        )
+        # The grammar lets the model make one call after another until it is cut.
+        reply = next(reply for reply in replies if reply.choices[0].finish_reason != "length")
     made: Any = (reply.choices[0].message.tool_calls or [])[0]
     assert made.function.name == "unit"
     assert json.loads(made.function.arguments)["unit"] in ("c", "f")

@@ -186,6 +186,24 @@ def test_all_choices_of_a_call_are_answered_again(lives: Lives, before: GatewayH
 # ------------------------------------------------------------------ rewards and ends
 
 
+def test_a_call_of_several_choices_is_answered_again_with_all_of_them_and_goes_on(
+    lives: Lives, before: GatewayHarness
+) -> None:
+    before.server.answers = ["one", "two"]
+    session = before.open_session()
+    asked: dict[str, Any] = {"n": 2, "logprobs": True, "top_logprobs": 2}
+    first = session.chat([user("a")], headers=FIRST_TRY, **asked).json()
+    after = lives.crash(before)
+    session = moved(session, after)
+    again = session.chat([user("a")], headers=SECOND_TRY, **asked).json()
+    assert again["choices"] == first["choices"]
+    assert after.server.requests == []
+    after.server.answers = ["three"]
+    session.chat([user("a"), said("two"), user("b")])
+    assert session.finalize(1.0)["num_rows"] == {"plan": 2}
+    assert sorted(len(row.turns) for row in after.rows("plan")) == [1, 2]
+
+
 def test_rewards_and_what_failed_are_kept(lives: Lives, before: GatewayHarness) -> None:
     session, failed = before.open_session(), before.open_session(member=1)
     request_id = session.chat("hi").json()["request_id"]
