@@ -272,15 +272,25 @@ class Gateway:
                 self.set_desired(DesiredRequest(state=document.state, reason=document.reason))
 
     async def _sweep_forever(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_INTERVAL_S)
-            for model_id in self.bindings.newly_lost():
-                logger.warning("the lease of model %r ran out", model_id)
-                self.admission.lease_lost(model_id)
-            try:
-                await self.sessions.sweep()
-            except Exception:  # one settlement that can't be written must not end all deadlines
-                logger.exception("a settlement failed unexpectedly; the sweep goes on")
+        sweeping: asyncio.Task[None] | None = None
+        try:
+            while True:
+                await asyncio.sleep(SWEEP_INTERVAL_S)
+                for model_id in self.bindings.newly_lost():
+                    logger.warning("the lease of model %r ran out", model_id)
+                    self.admission.lease_lost(model_id)
+                # A store that is away holds a sweep up for minutes; leases are looked at meanwhile.
+                if sweeping is None or sweeping.done():
+                    sweeping = asyncio.create_task(self._sweep())
+        finally:
+            if sweeping is not None:
+                sweeping.cancel()
+
+    async def _sweep(self) -> None:
+        try:
+            await self.sessions.sweep()
+        except Exception:  # one settlement that can't be written must not end all deadlines
+            logger.exception("a settlement failed unexpectedly; the sweep goes on")
 
     async def _watch_epoch(self) -> None:
         while True:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from gateway.journal import Append
-from gateway.journal_events import OutcomeDecided, RewardGiven
+from gateway.journal import Append, SessionJournal
+from gateway.journal_events import OutcomeDecided, RewardGiven, TurnCommitted, encode_event
 from model_runtime.config import StoreConfig
 from model_runtime.local_store import LocalStore
 from model_runtime.store import Store
-from tests.gateway_harness import GatewayHarness, LiveSession, live_gateway, make_config
+from tests.gateway_harness import RUN_ID, GatewayHarness, LiveSession, live_gateway, make_config
 
 FIRST_TRY = {"x-stainless-retry-count": "0"}
 SECOND_TRY = {"x-stainless-retry-count": "1"}
@@ -181,6 +181,22 @@ def test_all_choices_of_a_call_are_answered_again(lives: Lives, before: GatewayH
     assert len(first.json()["choices"]) == 3
     assert session.finalize()["num_rows"] == {"plan": 3}
     assert after.server.requests == []
+
+
+def test_what_a_turn_adds_to_the_journal_does_not_grow_with_the_conversation(
+    lives: Lives, before: GatewayHarness
+) -> None:
+    session, messages = before.open_session(), [user("a")]
+    for _ in range(12):
+        assert session.chat(messages).status_code == 200
+        messages += [said("hello"), user("and then?")]
+    before.on_loop(before.gateway._journal.durable())
+    journal = SessionJournal(lives.snapshot(before), run_id=RUN_ID, epoch=1)
+    turns = [e for events in journal.load().values() for e in events if isinstance(e, TurnCommitted)]
+    sizes = [len(encode_event(turn)) for turn in turns]
+    assert len(sizes) == 12
+    assert max(sizes[1:]) - min(sizes[1:]) <= 8  # the width of a number
+    before.on_loop(journal.close())
 
 
 # ------------------------------------------------------------------ rewards and ends

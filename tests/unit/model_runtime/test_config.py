@@ -247,6 +247,10 @@ BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
     "no models": ([(("multi_model", "models"), [])], ["multi_model.models", "at least 1"]),
     "no agents": ([(("agent_model_mapping",), {})], ["agent_model_mapping", "at least 1"]),
     "disabled": ([(("multi_model", "enable"), False)], ["multi_model.enable", "got False", "must be true"]),
+    "idle sessions": (
+        [(("gateway", "session_idle_s"), 0)],
+        ["gateway.session_idle_s", "got 0", "greater than 0"],
+    ),
     "gateway mode": ([(("gateway", "mode"), "x")], ["gateway.mode", "got 'x'", "multi_model_router"]),
     "off policy": (
         [(("gateway", "allow_off_policy_sampling"), "often")],
