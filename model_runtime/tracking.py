@@ -47,6 +47,10 @@ class Tracking:
     def __init__(self, config: TrackingConfig, *, run_id: str, model_id: str, step: int) -> None:
         check_trackers(config)
         self._trackers: dict[str, Any] = {}
+        if config.trackers:
+            from accelerate import PartialState
+
+            PartialState(cpu=True)  # accelerate's trackers refuse to log without it
         for name in config.trackers:
             try:
                 tracker = _MAKE[name](config, f"{run_id}-{model_id}", step)

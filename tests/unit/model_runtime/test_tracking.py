@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from accelerate import PartialState
 from tensorboardX.proto.event_pb2 import Event
 
 from deployments.doctor import run_checks
@@ -73,6 +75,16 @@ def test_steps_that_come_again_replace_those_of_an_earlier_life(tmp_path):
             tracking.log({"x": value, "name": "left out", "bad": float("nan")}, step=step)
         tracking.close()
     assert shown(tmp_path / "run-m") == {("x", 1): 1.0, ("x", 2): 2.0, ("x", 3): 2.0}
+
+
+def test_a_tracker_logs_in_a_process_that_has_used_accelerate_for_nothing_else(tmp_path, caplog):
+    PartialState._reset_state()
+    caplog.set_level(logging.DEBUG)  # its logger refuses what it would write
+    config = TrackingConfig(trackers=["tensorboard"], folder=str(tmp_path))
+    tracking = Tracking(config, run_id="run", model_id="m", step=0)
+    tracking.log({"x": 1.0}, step=1)
+    tracking.close()
+    assert shown(tmp_path / "run-m") == {("x", 1): 1.0}
 
 
 def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
