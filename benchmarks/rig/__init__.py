@@ -1,1 +1,1 @@
-"""What the gateway's benchmarks run on: servers to measure, load to put on them, and their books."""
+"""What the benchmarks run on: servers and trainers to measure, load to put on them, and their books."""
