@@ -114,15 +114,15 @@ class Forward:
     def _tried(self) -> str | None:
         """Why packed rows fail here; None when a pair that shares its beginning comes out as each alone."""
         before = self._model.config._attn_implementation
-        ids = torch.arange(1, 25) % self._vocab_size
+        ids = (self._vocab_size // 2 + torch.arange(24)) % self._vocab_size  # no special ones
         pair = [ids[:20].numpy(), torch.cat([ids[:10], ids[14:]]).numpy()]
         (packed,) = pack(pair, max_tokens=64, share_prefixes=True)
         with self._precision():
-            alone = [self._alone(sequence) for sequence in pair]
             self._model.set_attn_implementation(IMPLEMENTATION)
             try:
                 if self._model.config._attn_implementation != IMPLEMENTATION:
                     raise ValueError(f"{type(self._model).__name__} takes no attention function")
+                alone = [self._alone(sequence) for sequence in pair]
                 ids_N = torch.from_numpy(packed.ids_N)[None].to(self._device)
                 positions_N = torch.from_numpy(packed.position_N)[None].to(self._device)
                 together = self._hidden(ids_N, positions_N, packed.segments)[0].float()
@@ -139,7 +139,8 @@ class Forward:
 
     def _alone(self, sequence: Any) -> Tensor:
         ids = torch.from_numpy(sequence)[None].to(self._device)
-        return self._hidden(ids, torch.arange(len(sequence), device=self._device)[None], None)[0].float()
+        positions = torch.arange(len(sequence), device=self._device)[None]
+        return self._hidden(ids, positions, (Segment(0, len(sequence)),))[0].float()
 
 
 def _windowed(config: Any) -> str | None:

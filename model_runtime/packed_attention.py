@@ -168,7 +168,8 @@ def _keys(key: Tensor, block: Segment) -> Tensor:
 
 def _weights(queries: Tensor, keys: Tensor, block: Segment, scale: float) -> Tensor:
     """Softmax, in float32, of the scores a block's queries give the keys they see."""
-    scores = torch.bmm(queries, keys.transpose(1, 2)).float()
+    # Scores of half precision are off by more than a softmax forgives.
+    scores = torch.bmm(queries.float(), keys.float().transpose(1, 2))
     scores *= scale
     own = block.end - block.start
     above = torch.ones(own, own, dtype=torch.bool, device=scores.device).triu(1)

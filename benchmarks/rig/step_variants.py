@@ -52,7 +52,7 @@ class Ours:
             **{"learning_rate": 1e-5, "max_grad_norm": 1e9},
         }
         objective = {
-            **{"loss": "ppo_clip", "clip_ratio_low": CLIP, "clip_ratio_high": CLIP, "clip_ratio_c": None},
+            **{"loss": "ppo_clip", "clip_ratio_low": CLIP, "clip_ratio_high": CLIP, "clip_ratio_c": 1e9},
             **{"importance_weight_cap": None, "aggregation": "token-mean"},
         }
         model = ModelConfig.model_validate(
