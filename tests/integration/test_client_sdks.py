@@ -103,12 +103,16 @@ def test_openai_streams_text_and_tool_calls_of_one_conversation(shop: Shop) -> N
 def test_without_tools_text_is_streamed_as_it_is_sampled(shop: Shop) -> None:
     session = shop.open()
     with openai.OpenAI(base_url=openai_url(session), api_key=session.api_key) as client:
-        stream = client.chat.completions.create(model="clerk", messages=ask("Hello!"), stream=True)
+        stream = client.chat.completions.create(
+            model="clerk", messages=ask("Hello!"), stream=True, temperature=1.0
+        )
         deltas = [choice.delta.content for chunk in stream for choice in chunk.choices]
     pieces = [piece for piece in deltas if piece]
     [row] = shop.finish(session)
     assert len(pieces) > 5
     assert shop.said(row) == ["".join(pieces) + "<|im_end|>"]
+    # Words were drawn, so that equal logprobs say something.
+    assert row.behavior_logprobs.min() < -0.1
 
 
 # ------------------------------------------------------------------ OpenAI: Responses
@@ -232,6 +236,39 @@ def test_a_call_that_an_sdk_gave_up_and_sent_again_is_one_turn(shop: Shop, sdk: 
         harness.renew("shop")
     [row] = shop.finish(session)
     assert shop.said(row) == [f"{text}<|im_end|>"]
+
+
+def num_running(shop: Shop) -> float:
+    """Generations on the server."""
+    [replica] = shop.harness.defaults["shop"]["replicas"]
+    lines = shop.harness.http.get(f"{replica['url']}/metrics").text.splitlines()
+    return sum(float(x.split()[-1]) for x in lines if x.startswith("vllm:num_requests_running{"))
+
+
+def test_generations_that_nobody_waited_for_are_stopped_and_leave_nothing(shop: Shop) -> None:
+    session = shop.open()
+    # Two calls are fifty tokens: each attempt is given up while the server samples.
+    url, hasty = openai_url(session), 0.03
+    asked: Any = {
+        "model": "clerk",
+        "messages": ask("How much are the lamp and the desk?"),
+        "tools": [CHAT_TOOL],
+    }
+    with (
+        openai.OpenAI(base_url=url, api_key=session.api_key, timeout=hasty, max_retries=2) as client,
+        pytest.raises(openai.APITimeoutError),
+    ):
+        client.chat.completions.create(**asked)
+    deadline = time.monotonic() + 10
+    while num_running(shop):
+        assert time.monotonic() < deadline, "a generation goes on for nobody"
+        time.sleep(0.05)
+    with openai.OpenAI(base_url=url, api_key=session.api_key) as patient:
+        reply = patient.chat.completions.create(**asked)
+    [row] = shop.finish(session)
+    assert len(row.turns) == 1
+    assert reply.usage is not None
+    assert row.response_mask.sum() == reply.usage.completion_tokens
 
 
 async def test_one_call_sent_twice_at_once_is_one_generation(shop: Shop) -> None:
