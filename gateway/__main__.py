@@ -16,6 +16,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from gateway import logs
 from gateway.app import Gateway, create_agents_app, create_app
 from gateway.journal import remove_older_journals
 from gateway.limits import bounded_protocol
@@ -79,6 +80,7 @@ def read_config(path: Path, store_url: str | None) -> RunConfig:
 
 async def serve(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.config, arguments.store_url)
+    logs.set_up(config.gateway)
     admin_port = arguments.admin_port or config.gateway.admin_port
     journal = Workspace(arguments.run_id).session_journal(arguments.epoch)
     remove_older_journals(journal, arguments.epoch)

@@ -44,6 +44,10 @@ class OpenGroup:
     positions: dict[str, int] = field(default_factory=dict)  # writer → its newest shard with a settlement
 
     @property
+    def is_settled(self) -> bool:
+        return len(self.settled) == self.group_size
+
+    @property
     def unsettled(self) -> list[int]:
         """Members without a final settlement, those never begun too."""
         return [i for i in range(self.group_size) if i not in self.settled]
@@ -184,7 +188,7 @@ class AdmissionState:
             return
         settled = MemberSettled(member_index, attempt, status, writer or self._writer, seq)
         self._journal.write(Append(of_group(group_id), settled))
-        if not group.take(settled) or group.unsettled:
+        if not group.take(settled) or not group.is_settled:
             return
         del self.open_groups[group_id]
         unread: dict[str, dict[str, int]] = {}

@@ -40,14 +40,12 @@ class Recorder:
         )
         return execution, num_refused
 
-    def _trajectories(self, session: Session, status: SettlementStatus) -> tuple[list[Trajectory], int]:
-        """Of an execution that did not finish only what its model wants to see; the rest is counted and let
-        go."""
-        owners = [o for o in session.agents.values() if self._is_kept(o.model_id, session, status)]
-        for owner in session.agents.values():
-            if owner not in owners:
-                self.metrics.count_unrecorded(owner.model_id, status, owner.chains)
-        record = ExecutionRecord(
+    def so_far(self, session: Session) -> list[Trajectory]:
+        """What an open session would leave if it were finalized now."""
+        return materialise(session.agents.values(), self._record_of(session))[0]
+
+    def _record_of(self, session: Session) -> ExecutionRecord:
+        return ExecutionRecord(
             run_id=self.run_id,
             member=session.member,
             session_id=session.session_id,
@@ -56,7 +54,15 @@ class Recorder:
             agent_rewards=session.rewards.agents,
             turn_rewards=session.rewards.turns,
         )
-        trajectories, refused = materialise(owners, record)
+
+    def _trajectories(self, session: Session, status: SettlementStatus) -> tuple[list[Trajectory], int]:
+        """Of an execution that did not finish only what its model wants to see; the rest is counted and let
+        go."""
+        owners = [o for o in session.agents.values() if self._is_kept(o.model_id, session, status)]
+        for owner in session.agents.values():
+            if owner not in owners:
+                self.metrics.count_unrecorded(owner.model_id, status, owner.chains)
+        trajectories, refused = materialise(owners, self._record_of(session))
         for error in refused:
             logger.error("session %s: %s", session.session_id, error)
         if refused:

@@ -67,18 +67,16 @@ class GatewayMetrics:
         def counter(name: str, text: str, *labels: str) -> prometheus.Counter:
             return prometheus.Counter(f"{prefix}_{name}", text, labels, registry=registry)
 
-        def histogram(name: str, text: str) -> prometheus.Histogram:
-            return prometheus.Histogram(
-                f"{prefix}_{name}", text, ("model",), registry=registry, buckets=_SECONDS
-            )
+        def histogram(name: str, text: str, *labels: str) -> prometheus.Histogram:
+            return prometheus.Histogram(f"{prefix}_{name}", text, labels, registry=registry, buckets=_SECONDS)
 
-        def gauge(name: str, text: str) -> prometheus.Gauge:
-            return prometheus.Gauge(f"{prefix}_{name}", text, ("model",), registry=registry)
+        def gauge(name: str, text: str, *labels: str) -> prometheus.Gauge:
+            return prometheus.Gauge(f"{prefix}_{name}", text, ("model", *labels), registry=registry)
 
         self._requests = counter("requests", "Model calls answered", "agent", "status")
         self._turns = counter("turns", "Generations recorded", "model", "agent")
-        self._prompt_tokens = counter("prompt_tokens", "Tokens the servers were given", "model")
-        self._sampled_tokens = counter("sampled_tokens", "Tokens the policies sampled", "model")
+        self._prompt_tokens = counter("prompt_tokens", "Tokens the servers were given", "model", "agent")
+        self._sampled_tokens = counter("sampled_tokens", "Tokens the policies sampled", "model", "agent")
         self._retries = counter("backend_retries", "Attempts repeated on another replica", "model")
         self._interrupted = counter(
             "interruptions", "Generations that went on under a newer version than they began with", "model"
@@ -94,8 +92,13 @@ class GatewayMetrics:
         self._refused = counter("refused_requests", "Requests beyond a bound of the config", "bound")
         self._rows = counter("trajectories", "Trajectories by what became of them", "model", "outcome")
         self._settlements = counter("settlements", "Executions settled", "status")
-        self._turn_seconds = histogram("turn_seconds", "From a model call's arrival to its answer")
-        self._wait_seconds = histogram("wait_seconds", "Time a model call waited for a ready model")
+        self._turn_seconds = histogram(
+            "turn_seconds", "From a model call's arrival to its answer", "model", "agent"
+        )
+        self._wait_seconds = histogram("wait_seconds", "Time a model call waited for a ready model", "model")
+        self._versions = gauge("version_requests", "Generations in flight under a version", "version")
+        self._sessions = prometheus.Gauge(f"{prefix}_open_sessions", "Sessions open", registry=registry)
+        self._joined = counter("joined_requests", "Requests that joined another's call; at the session's end")
         self._running = gauge("running_requests", "Generations in flight")
         self._waiting = gauge("waiting_requests", "Model calls that wait for a ready model")
         self._ready = gauge("model_ready", "1 when the model can be asked")
@@ -113,9 +116,9 @@ class GatewayMetrics:
         tally.recent.append((self._clock(), num_sampled_tokens))
         self._forget_old(tally)
         self._child(self._turns, model_id, agent_id).inc()
-        self._child(self._prompt_tokens, model_id).inc(num_prompt_tokens)
-        self._child(self._sampled_tokens, model_id).inc(num_sampled_tokens)
-        self._child(self._turn_seconds, model_id).observe(seconds)
+        self._child(self._prompt_tokens, model_id, agent_id).inc(num_prompt_tokens)
+        self._child(self._sampled_tokens, model_id, agent_id).inc(num_sampled_tokens)
+        self._child(self._turn_seconds, model_id, agent_id).observe(seconds)
 
     def observe_wait(self, model_id: str, seconds: float) -> None:
         self._child(self._wait_seconds, model_id).observe(seconds)
@@ -149,6 +152,9 @@ class GatewayMetrics:
     def count_refusal(self, bound: str) -> None:
         self._refused.labels(bound).inc()
 
+    def count_joined(self, count: int) -> None:
+        self._joined.inc(count)
+
     def count_settlement(self, status: str) -> None:
         self.settlements[status] += 1
         self._settlements.labels(status).inc()
@@ -177,12 +183,16 @@ class GatewayMetrics:
         self._forget_old(tally)
         return sum(count for _, count in tally.recent) / RATE_WINDOW_S
 
-    def exposition(self, bindings: GatewayBindingRegistry) -> bytes:
+    def exposition(self, bindings: GatewayBindingRegistry, *, num_open_sessions: int = 0) -> bytes:
         """Prometheus' text format."""
+        self._sessions.set(num_open_sessions)
+        self._versions.clear()
         for binding in bindings:
             self._running.labels(binding.model_id).set(binding.running)
             self._waiting.labels(binding.model_id).set(binding.waiting)
             self._ready.labels(binding.model_id).set(bindings.is_ready(binding.model_id))
+            for version, count in binding.inflight_versions.items():
+                self._versions.labels(binding.model_id, str(version)).set(count)
             if binding.codec is not None:
                 self._rewrites.labels(binding.model_id).set(binding.codec.splice_problem is not None)
             if binding.published_version is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from gateway import logs
 from gateway.bindings import GatewayBindingRegistry, ModelBinding
 from gateway.calls import CallIdentity
 from gateway.chains import AgentChains, Chain, Match, SampledTurn
@@ -197,6 +198,9 @@ class MultiModelGatewayRouter:
         sampling.session.note_turn(prepared.owner, prepared.match, turn, identity=identity, reply=reply)
         num_broken = sampling.num_received_tokens - len(turn.token_ids)
         self._metrics.count_discarded(model_id, "broken", num_broken)
+        logs.request_id.set(turn.request_id)
+        if logger.isEnabledFor(logging.DEBUG):
+            _log_turn(call.agent_id, model_id, turn, num_prompt_tokens)
         self._metrics.observe_turn(
             model_id,
             call.agent_id,
@@ -459,4 +463,15 @@ def _stopped_by(sampling: Sampling, reason: int | str | None) -> str | None:
         return reason
     return next(
         (text for text in sampling.call.stop if sampling.codec.special_token_id(text) == reason), None
+    )
+
+
+def _log_turn(agent_id: str, model_id: str, turn: SampledTurn, num_prompt_tokens: int) -> None:
+    logger.debug(
+        "agent %s of %s: %d prompt tokens, %d sampled, %.3f s",
+        agent_id,
+        model_id,
+        num_prompt_tokens,
+        len(turn.token_ids),
+        turn.ended_at - turn.started_at,
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from gateway import logs
 from gateway.answer_stream import AnswerStream, Heard, ParsedStream, PlainStream
 from gateway.bindings import GatewayBindingRegistry, ModelBinding, Placement
 from gateway.chains import VersionSpan
@@ -103,6 +104,7 @@ class Sampler:
         A replica that breaks off is replaced by a ready one until the deadline; nothing of a broken attempt
         is kept. Once a listener has heard of an attempt there is no other: half of one answer and half of
         another is none. One that was interrupted by a new version goes on under it from its own tokens."""
+        logs.request_id.set(sampling.request_id)
         try:
             with self._bindings.keeping(sampling.model_id) as keep:
                 return await self._sample(sampling, Pieces(keep))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator,
 from dataclasses import dataclass
 from typing import Any
 
+from gateway import logs
 from gateway.admission import GroupAdmission, OpenGroup
 from gateway.calls import CallLedger
 from gateway.execution_record import Recorder, awaiting_answer, reason_of_missing, without_rows
@@ -53,7 +54,7 @@ from model_runtime.protocol import (
     RewardRequest,
     SessionRequest,
 )
-from model_runtime.types import DEFAULT_COMPONENT, MemberKey, SettlementStatus
+from model_runtime.types import DEFAULT_COMPONENT, MemberKey, SettlementStatus, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -397,6 +398,9 @@ class SessionRegistry:
 
     async def _settle(self, session: Session, status: SettlementStatus, reason: str) -> FinalizeAnswer:
         await session.calls.stop_all()
+        self._metrics.count_joined(session.calls.num_joined)
+        logs.session_id.set(session.session_id)
+        logger.info("session ends: %s", status)
         execution, num_refused = self._recorder.execution(session, status, reason)
         await self._record(execution)
         return self._end(session, execution, num_refused)
@@ -453,6 +457,10 @@ class SessionRegistry:
         except ConflictError:
             return False
         return True
+
+    def trajectories_so_far(self, session: Session) -> list[Trajectory]:
+        """What an open session would leave if it were finalized now."""
+        return self._recorder.so_far(session)
 
     def _ends_of_group(self, group: OpenGroup) -> list[Coroutine[Any, Any, Any]]:
         """Settlements still missing of a group whose time is up, those of unopened members among them."""

@@ -229,6 +229,44 @@ class AbortRequest(_Request):
     reason: Text = Field(default="", max_length=10_000)
 
 
+class TurnView(_Wire):
+    """One model call of a conversation."""
+
+    request_id: str
+    version_min: int
+    version_max: int
+    num_tokens: int  # sampled
+    finish_reason: str
+    rewards: dict[str, float | None]
+    started_at: float
+    ended_at: float
+
+
+class ChainView(_Wire):
+    """One conversation of one agent."""
+
+    agent_id: str
+    model_id: str
+    chain_index: int
+    train: bool
+    num_prompt_tokens: int
+    num_tokens: int  # after the prompt
+    num_sampled_tokens: int
+    rewards: dict[str, float | None]
+    turns: list[TurnView]
+
+
+class SessionView(_Wire):
+    """GET /sessions/{id}: what an open session holds."""
+
+    session_id: str
+    workflow_id: str
+    mode: Literal["train", "eval"]
+    running_calls: int
+    rewards: dict[str, float | None]  # of the workflow
+    chains: list[ChainView]
+
+
 class FinalizeAnswer(_Wire):
     session_id: str
     status: str  # the settlement's (`infra` when an agent was answered with a 5xx), or `awaiting_reward`

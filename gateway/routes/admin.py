@@ -44,4 +44,7 @@ async def health(request: Request) -> dict[str, str]:
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     gateway = gateway_of(request)
-    return Response(gateway.metrics.exposition(gateway.bindings), media_type=CONTENT_TYPE_LATEST)
+    return Response(
+        gateway.metrics.exposition(gateway.bindings, num_open_sessions=len(gateway.sessions)),
+        media_type=CONTENT_TYPE_LATEST,
+    )

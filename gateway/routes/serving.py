@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway import logs
 from gateway.calls import CallIdentity
 from gateway.conversation import ChatCall, ChatReply, ReplyDelta
 from gateway.responses import status_of
@@ -98,6 +99,7 @@ async def serve(request: Request, parse: Parse, refuse: Refuse) -> Response:
     agent_id, session = request.path_params.get("agent_id", ""), None
     try:
         session = gateway.sessions.find(request.path_params["session_id"], session_key(request))
+        logs.session_id.set(session.session_id)
         body = await _body_of(request)
         exchange = parse(request, body)
         agent_id = exchange.call.agent_id

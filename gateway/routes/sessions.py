@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends, Request
-from starlette.responses import Response
+import asyncio
 
-from gateway.routes.access import bearer_key, gateway_of, is_admin, require_admin
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import HTMLResponse, Response
+
+from gateway import view
+from gateway.routes.access import bearer_key, gateway_of, is_admin, require_admin, session_key
 from gateway.routes.serving import CLIENT_CLOSED_REQUEST, ClientDisconnected, until_disconnect
 from model_runtime.protocol import (
     AbortRequest,
+    ChainView,
     FinalizeAnswer,
     FinalizeRequest,
     GroupAnswer,
@@ -16,7 +20,10 @@ from model_runtime.protocol import (
     RewardRequest,
     SessionAnswer,
     SessionRequest,
+    SessionView,
+    TurnView,
 )
+from model_runtime.types import Trajectory
 
 control = APIRouter(tags=["control"])
 """Opens groups and sessions; asks for the admin key."""
@@ -48,6 +55,41 @@ async def open_session(request: Request, body: SessionRequest) -> SessionAnswer:
         api_key=session.api_key,
         workflow_id=session.member.workflow_id,
     )
+
+
+@router.get("/sessions/{session_id}")
+async def show_session(request: Request, session_id: str) -> SessionView:
+    """The conversations, versions and rewards of an open session."""
+    sessions = gateway_of(request).sessions
+    session = sessions.find(session_id, session_key(request), trusted=is_admin(request))
+    return SessionView(
+        session_id=session_id,
+        workflow_id=session.member.workflow_id,
+        mode="train" if session.is_training else "eval",
+        running_calls=session.calls.num_running,
+        rewards=session.rewards.workflow,
+        chains=[_chain_view(row) for row in sessions.trajectories_so_far(session)],
+    )
+
+
+@router.get("/sessions/{session_id}/view", response_class=HTMLResponse)
+async def view_session(request: Request, session_id: str, key: str = "") -> HTMLResponse:
+    """The same for people, token by token. A browser gives the session's key as `?key=`."""
+    gateway = gateway_of(request)
+    given = session_key(request) or key
+    session = gateway.sessions.find(session_id, given, trusted=is_admin(request))
+    rows = [
+        (row, codec)
+        for row in gateway.sessions.trajectories_so_far(session)
+        if (codec := gateway.bindings.get(row.model_id).codec) is not None
+    ]
+    facts = [
+        ("execution", session.member.workflow_id),
+        ("mode", session.mode),
+        ("workflow's rewards", view.rewards_text(session.rewards.workflow)),
+    ]
+    text = await asyncio.to_thread(view.page, f"Session {session_id}", facts, rows)
+    return HTMLResponse(text, headers=view.HEADERS)
 
 
 @router.post("/sessions/{session_id}/reward")
@@ -83,4 +125,31 @@ async def abort(request: Request, session_id: str, body: AbortRequest | None = N
         status=given.status,
         reason=given.reason,
         trusted=is_admin(request),
+    )
+
+
+def _chain_view(row: Trajectory) -> ChainView:
+    turns = [
+        TurnView(
+            request_id=turn.request_id,
+            version_min=turn.version_min,
+            version_max=turn.version_max,
+            num_tokens=turn.end - turn.start,
+            finish_reason=turn.finish_reason,
+            rewards=dict(turn.rewards),
+            started_at=turn.started_at,
+            ended_at=turn.ended_at,
+        )
+        for turn in row.turns
+    ]
+    return ChainView(
+        agent_id=row.agent_id,
+        model_id=row.model_id,
+        chain_index=row.chain_index,
+        train=row.train,
+        num_prompt_tokens=len(row.prompt_ids),
+        num_tokens=len(row.response_ids),
+        num_sampled_tokens=row.num_sampled_tokens,
+        rewards=dict(row.agent_rewards),
+        turns=turns,
     )
