@@ -350,7 +350,7 @@ class SessionRegistry:
             raise ConflictError(
                 f"group {group.group_id!r} was opened with size {group.group_size}, not {key.group_size}"
             )
-        if key.member_index not in group.unsettled:
+        if key.member_index in group.settled:
             raise ConflictError(f"member {key.member_index} of group {group.group_id!r} is settled")
         if self._clock() >= group.deadline_at:
             raise ConflictError(f"the time of group {group.group_id!r} is up")
