@@ -189,8 +189,9 @@ class ChatCodec:
         rest = None if before is None else whole[before.num_chars :]
         around = _Around(messages, new_messages, tools, arguments)
         if is_text(messages[-1]):
-            # An answer cut before a stop string does not say all that was sampled.
-            if len(sampled_ids) and self.decode(sampled_ids) != messages[-1]["content"]:
+            # An answer cut before a stop string does not say all that was sampled. One the model ended does.
+            ended = last_id in self.eos_token_ids
+            if len(sampled_ids) and not ended and self.decode(sampled_ids) != messages[-1]["content"]:
                 return None
             tail = self._text_after_answer(around, whole=whole, rest=rest)
         else:
@@ -239,6 +240,8 @@ class ChatCodec:
 
     def top_texts(self, tops: Sequence[Sequence[tuple[int, float]]]) -> list[list[tuple[str, float]]]:
         """Likeliest tokens as texts instead of ids."""
+        if not tops:
+            return []
         texts = iter(self.token_texts([id_ for top in tops for id_, _ in top]))
         return [[(next(texts), logprob) for _, logprob in top] for top in tops]
 

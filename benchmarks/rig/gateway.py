@@ -19,6 +19,7 @@ from model_runtime.layout import RunLayout
 from model_runtime.processes import free_port
 from model_runtime.protocol import ADMIN_KEY_ENV
 from model_runtime.store import open_store
+from model_runtime.workspace import HOME_ENV
 from tests.fakes import make_tokenizer_document
 
 RUN_ID = "benchmark"
@@ -67,7 +68,7 @@ class GatewayUnderTest:
         self.process = start_command(
             self._stack,
             [sys.executable, "-m", "gateway", *arguments, "--port", str(port)],
-            env={ADMIN_KEY_ENV: KEY},
+            env={ADMIN_KEY_ENV: KEY, HOME_ENV: str(self._folder / "home")},
             log=self._folder / "gateway.log",
         )
         await wait_until_up(f"{self.url}/health")

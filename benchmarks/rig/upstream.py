@@ -32,7 +32,8 @@ def _answer() -> tuple[str, list[int]]:
     ids: list[int] = []
     while len(ids) < NUM_TOKENS:
         ids += tokenizer.encode(" " + words[len(ids) % len(words)], add_special_tokens=False).ids
-    return tokenizer.decode(ids[:NUM_TOKENS]), ids[:NUM_TOKENS]
+    ids = ids[: NUM_TOKENS - 1]
+    return tokenizer.decode(ids), [*ids, tokenizer.token_to_id("<|im_end|>")]
 
 
 def _fixed(body: dict[str, Any]) -> Any:
@@ -53,7 +54,7 @@ def _generate_answer(ids: list[int]) -> dict[str, Any]:
     content = [_entry(id_) | {"token_id": id_} for id_ in ids]
     choice = {
         "index": 0,
-        "finish_reason": "length",
+        "finish_reason": "stop",
         "stop_reason": None,
         "token_ids": ids,
         "logprobs": {"content": content},
@@ -75,7 +76,7 @@ def _chat_answer(text: str, ids: list[int]) -> dict[str, Any]:
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": text, "refusal": None},
-        "finish_reason": "length",
+        "finish_reason": "stop",
         "stop_reason": None,
         "token_ids": ids,
         "logprobs": {"content": content},
