@@ -121,9 +121,13 @@ class Chain:
     def num_tokens(self, num_turns: int) -> int:
         return len(self.prompt_ids) + self._end(num_turns)
 
-    def token_ids(self, num_turns: int) -> list[int]:
-        """What the server was given and gave, so far."""
-        return self.prompt_ids.tolist() + self.response.ids[: self._end(num_turns)].tolist()
+    def token_ids(self, num_turns: int, more: Int32Array | None = None) -> Int32Array:
+        """What the server was given and gave so far, and `more` after it."""
+        parts = [
+            np.frombuffer(self.prompt_ids, dtype=np.int32),
+            np.frombuffer(self.response.ids, dtype=np.int32)[: self._end(num_turns)],
+        ]
+        return np.concatenate(parts if more is None else [*parts, more])
 
     def turn_ids(self, num_turns: int) -> list[int]:
         """What was sampled in the last of these turns."""

@@ -19,6 +19,7 @@ from gateway.bindings import GatewayBindingRegistry, ModelBinding, Placement
 from gateway.chains import VersionSpan
 from model_runtime.errors import BackendRejectedError, BackendUnavailableError
 from model_runtime.llm_client import Generation
+from model_runtime.types import Int32Array
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,11 @@ class Pieces:
     def num_tokens(self) -> int:
         return sum(span.num_tokens for span in self.versions)
 
-    def token_ids(self) -> list[int]:
-        return [id_ for piece in self.generations for id_ in piece.token_ids.tolist()]
+    def after(self, prompt_ids: Int32Array) -> Int32Array:
+        """The prompt, and what there is of its answer."""
+        if not self.generations:
+            return prompt_ids
+        return np.concatenate([prompt_ids, *(piece.token_ids for piece in self.generations)])
 
     def add(self, piece: Generation, version: int) -> None:
         if len(piece.token_ids):

@@ -53,8 +53,8 @@ class _Prepared:
     def num_context_tokens(self) -> int:
         return self.match.chain.num_tokens(self.match.num_turns) + len(self.new_ids)
 
-    def prompt_ids(self) -> list[int]:
-        return self.match.chain.token_ids(self.match.num_turns) + self.new_ids.tolist()
+    def prompt_ids(self) -> Int32Array:
+        return self.match.chain.token_ids(self.match.num_turns, self.new_ids)
 
 
 class MultiModelGatewayRouter:

@@ -52,7 +52,7 @@ class Sampling:
     parses: bool  # the server's parsers are to read the answer
     interruptible: bool  # a new version takes it over
     request_id: str
-    prompt_ids: list[int]
+    prompt_ids: Int32Array
     settings: dict[str, Any]
     deadline: float
     begin_by: float | None  # when the caller doesn't want to wait until the deadline
@@ -173,7 +173,7 @@ class Sampler:
     ) -> Generation:
         arguments: dict[str, Any] = {
             "model": served_name(sampling.model_id, place.version),
-            "token_ids": sampling.prompt_ids + pieces.token_ids(),
+            "token_ids": pieces.after(sampling.prompt_ids),
             "sampling": pieces.settings_for_the_rest(await self._settings(sampling, place)),
             "request_id": request_id,
         }

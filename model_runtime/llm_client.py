@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import numpy as np
+import orjson
 
 from model_runtime import llm_wire as wire
 from model_runtime.errors import BackendRejectedError, BackendUnavailableError
@@ -417,6 +418,13 @@ def _check_status(status: int, data: bytes, method: str, url: str) -> None:
     raise BackendRejectedError(message, status_code=status)
 
 
+def _written(token_ids: Sequence[int] | Int32Array) -> Sequence[int] | msgspec.Raw:
+    """An array of ids as JSON text, without a Python number for each."""
+    if not isinstance(token_ids, np.ndarray):
+        return token_ids
+    return msgspec.Raw(orjson.dumps(token_ids, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
 def _generate_body(
     model: str,
     token_ids: Sequence[int] | Int32Array,
@@ -426,7 +434,7 @@ def _generate_body(
 ) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model,
-        "token_ids": plain_ids(token_ids),
+        "token_ids": _written(token_ids),
         "sampling_params": {"logprobs": 0, **sampling},
         "request_id": request_id,
     }

@@ -74,6 +74,9 @@ class GatewayUnderTest:
         await wait_until_up(f"{self.url}/health")
         await self._register()
 
+    def stop_renewing(self) -> None:
+        self._renewing.cancel()
+
     async def open_sessions(self, count: int) -> list[AgentEndpoint]:
         """Training sessions in admitted groups."""
         async with aiohttp.ClientSession(headers=ADMIN) as http:
