@@ -1,8 +1,9 @@
 """One generation for one model call, however often a client asks for it.
 
 A client whose connection broke, or whose patience ran out, sends the same request again. The second request
-joins the first while it runs and is answered from the record just after. The generation is cancelled once
-nobody waits for it any more.
+joins the first while it runs and is answered from the record just after. A generation nobody waits for is
+cancelled: at once, or, where the client says of itself that it repeats requests, when it has not come back.
+What is sampled meanwhile is recorded only once somebody waits for it again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from model_runtime.errors import ConflictError, InvalidRequestError
@@ -20,6 +21,8 @@ from model_runtime.errors import ConflictError, InvalidRequestError
 Reply = TypeVar("Reply")
 
 REMEMBERED_FOR_S = 30.0
+RETURN_WITHIN_S = 5.0
+"""The official SDKs come back after 0.5 s, 1 s, 2 s, …, each time up to a quarter sooner."""
 MAX_REMEMBERED = 32
 
 
@@ -28,11 +31,17 @@ class CallIdentity:
     """What makes two requests the same call.
 
     `key` is the client's Idempotency-Key, or the agent and the body. `fresh` requests say of themselves
-    that they are no repetition: two of them with one body are two samples."""
+    that they are no repetition: two of them with one body are two samples. `repeats`: the client is one that
+    asks again when it gave up."""
 
     key: str
     body_digest: bytes
     fresh: bool = False
+    repeats: bool = False
+
+
+Claimed = Callable[[], Awaitable[object]]
+"""Returns once somebody waits for the call."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +49,8 @@ class _Call(Generic[Reply]):
     task: asyncio.Future[Reply]
     body_digest: bytes
     waiters: int = 0
+    claimed: asyncio.Event = field(default_factory=asyncio.Event)  # set while somebody waits
+    giving_up: asyncio.TimerHandle | None = None
     finished_at: float = math.inf
 
 
@@ -64,8 +75,11 @@ class CallLedger(Generic[Reply]):
     def num_running(self) -> int:
         return len(self._running)
 
-    async def run(self, identity: CallIdentity, start: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply:
-        """The reply of this call, started only if it neither runs nor has just finished.
+    async def run(
+        self, identity: CallIdentity, start: Callable[[Claimed], Coroutine[Any, Any, Reply]]
+    ) -> Reply:
+        """The reply of this call, started only if it neither runs nor has just finished. Before it records
+        what it did, it awaits what `start` is given.
 
         Raises what the call raised; ConflictError if it was stopped because its session ended."""
         self.forget_old()
@@ -78,7 +92,7 @@ class CallLedger(Generic[Reply]):
             )
         else:
             self.num_joined += 1
-        reply = await self._wait(call)
+        reply = await self._wait(call, repeats=identity.repeats)
         # Not in the call's own task: a client that hangs up now must find this reply when it asks again.
         if self._recorded is not None:
             await self._recorded()
@@ -108,16 +122,22 @@ class CallLedger(Generic[Reply]):
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    def _start(self, identity: CallIdentity, start: Callable[[], Coroutine[Any, Any, Reply]]) -> _Call[Reply]:
-        task = asyncio.create_task(start())
-        call: _Call[Reply] = _Call(task, identity.body_digest)
+    def _start(
+        self, identity: CallIdentity, start: Callable[[Claimed], Coroutine[Any, Any, Reply]]
+    ) -> _Call[Reply]:
+        claimed = asyncio.Event()
+        task = asyncio.create_task(start(claimed.wait))
+        call: _Call[Reply] = _Call(task, identity.body_digest, claimed=claimed)
         self._calls[identity.key] = call
         self._running.add(task)
         task.add_done_callback(lambda task: self._finished(identity.key, call, task))
         return call
 
-    async def _wait(self, call: _Call[Reply]) -> Reply:
+    async def _wait(self, call: _Call[Reply], *, repeats: bool) -> Reply:
         call.waiters += 1
+        call.claimed.set()
+        if call.giving_up is not None:
+            call.giving_up.cancel()
         try:
             return await asyncio.shield(call.task)
         except asyncio.CancelledError:
@@ -128,7 +148,9 @@ class CallLedger(Generic[Reply]):
         finally:
             call.waiters -= 1
             if not call.waiters and not call.task.done():
-                call.task.cancel()
+                call.claimed.clear()
+                patience_s = RETURN_WITHIN_S if repeats else 0.0
+                call.giving_up = asyncio.get_running_loop().call_later(patience_s, call.task.cancel)
 
     def _finished(self, key: str, call: _Call[Reply], task: asyncio.Future[Reply]) -> None:
         self._running.discard(task)

@@ -233,7 +233,8 @@ def complete(document: dict[str, Any], *model_calls: dict[str, Any]) -> dict[str
 
 def _complete_operation(operation: dict[str, Any]) -> None:
     tag = operation["tags"][0]
-    operation["responses"] = {"200": operation["responses"]["200"], **_errors("Error")}
+    answers = {code: answer for code, answer in operation["responses"].items() if code.startswith("2")}
+    operation["responses"] = {**answers, **_errors("Error")}
     if tag == "control":
         operation["security"] = [{"adminKey": []}]
     elif tag == "sessions":

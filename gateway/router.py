@@ -19,7 +19,7 @@ import numpy as np
 
 from gateway import logs
 from gateway.bindings import GatewayBindingRegistry, ModelBinding
-from gateway.calls import CallIdentity
+from gateway.calls import CallIdentity, Claimed
 from gateway.chains import AgentChains, Chain, Match, SampledTurn
 from gateway.codec import ChatCodec, RenderedPrompt, TextMark
 from gateway.conversation import ChatCall, ChatReply, ConversationKey, DeltaSink
@@ -109,12 +109,14 @@ class MultiModelGatewayRouter:
         call: ChatCall,
         *,
         identity: CallIdentity | None = None,
+        claimed: Claimed | None = None,
         with_texts: bool = False,
         on_delta: DeltaSink | None = None,
         wait_s: float | None = None,
     ) -> ChatReply:
         """One generation for each choice, recorded in the session's chains. `on_delta` hears of them as they
-        grow; `identity` is the call they answer; `wait_s` is what it may wait before it begins.
+        grow; `identity` is the call they answer, `claimed` is awaited before they are recorded; `wait_s` is
+        what the call may wait before it begins.
 
         Raises ModelNotReadyError at the deadline, TooManyRequestsError when it could not begin in time, and
         BackendRejectedError for the server's own 4xx; leaves the record untouched then and when cancelled."""
@@ -152,6 +154,8 @@ class MultiModelGatewayRouter:
             ]
             try:
                 sampled = await _together([self._sampler.sample(sampling) for sampling in samplings])
+                if claimed is not None:
+                    await claimed()
                 session.require_active()
             except BaseException as error:
                 self._discard(samplings, error)

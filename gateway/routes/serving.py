@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -114,10 +115,11 @@ async def serve(request: Request, parse: Parse, refuse: Refuse) -> Response:
                 request,
                 session.calls.run(
                     identity,
-                    lambda: gateway.router.chat_completion(
+                    lambda claimed: gateway.router.chat_completion(
                         session,
                         exchange.call,
                         identity=identity,
+                        claimed=claimed,
                         with_texts=exchange.with_texts,
                         wait_s=wait_s,
                     ),
@@ -164,10 +166,11 @@ def _identity(request: Request, agent_id: str, body: bytes) -> CallIdentity:
     digest = hashlib.blake2b(body, digest_size=16).digest()
     key = request.headers.get("idempotency-key")
     if key:
-        return CallIdentity(f"key {agent_id} {key}", digest)
+        return CallIdentity(f"key {agent_id} {key}", digest, repeats=True)
     # The SDKs say which attempt this is: a first one is a call of its own, whatever its body.
-    fresh = request.headers.get("x-stainless-retry-count") == "0"
-    return CallIdentity(f"body {agent_id} {digest.hex()}", digest, fresh=fresh)
+    attempt = request.headers.get("x-stainless-retry-count")
+    name = f"body {agent_id} {digest.hex()}"
+    return CallIdentity(name, digest, fresh=attempt == "0", repeats=attempt is not None)
 
 
 def _preferred_wait_s(request: Request) -> float | None:
@@ -258,11 +261,12 @@ async def _stream(
     router, live = gateway_of(request).router, _LiveReply()
     live.follow(
         session.calls.run(
-            identity,
-            lambda: router.chat_completion(
+            replace(identity, repeats=False),  # half of a stream is not asked for again
+            lambda claimed: router.chat_completion(
                 session,
                 exchange.call,
                 identity=identity,
+                claimed=claimed,
                 with_texts=exchange.with_texts,
                 on_delta=live.put,
                 wait_s=wait_s,

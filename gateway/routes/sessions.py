@@ -102,7 +102,10 @@ async def reward(request: Request, session_id: str, body: RewardRequest) -> dict
     return {"ok": True}
 
 
-@router.post("/sessions/{session_id}/finalize")
+@router.post(
+    "/sessions/{session_id}/finalize",
+    responses={202: {"model": FinalizeAnswer, "description": "It awaits rewards until their deadline"}},
+)
 async def finalize(
     request: Request, response: Response, session_id: str, body: FinalizeRequest | None = None
 ) -> FinalizeAnswer:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.calls import MAX_REMEMBERED, REMEMBERED_FOR_S, CallIdentity, CallLedger
+import pytest
+
+from gateway import calls
+from gateway.calls import MAX_REMEMBERED, REMEMBERED_FOR_S, CallIdentity, CallLedger, Claimed
 
 
 class Clock:
@@ -19,7 +22,7 @@ def identity(name: str) -> CallIdentity:
 
 
 async def answer(ledger: CallLedger[str], name: str, text: str) -> str:
-    async def work() -> str:
+    async def work(claimed: Claimed) -> str:
         return text
 
     reply = await ledger.run(identity(name), work)
@@ -42,7 +45,7 @@ async def test_only_the_latest_finished_calls_are_remembered_and_none_that_runs_
     ledger: CallLedger[str] = CallLedger(clock=clock)
     release = asyncio.Event()
 
-    async def slow() -> str:
+    async def slow(claimed: Claimed) -> str:
         await release.wait()
         return "slow"
 
@@ -62,3 +65,65 @@ async def test_the_oldest_of_too_many_finished_calls_goes_first() -> None:
         await answer(ledger, str(number), "first")
     assert await answer(ledger, "1", "second") == "first"  # of the latest, all are there
     assert await answer(ledger, "0", "second") == "second"
+
+
+class Recorder:
+    """A call that samples until it is released and then records, once it is claimed."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+        self.recorded: list[str] = []
+        self.started = 0
+
+    async def __call__(self, claimed: Claimed) -> str:
+        self.started += 1
+        await self.release.wait()
+        await claimed()
+        self.recorded.append("answer")
+        return "answer"
+
+
+REPEATS = CallIdentity("call", b"call", repeats=True)
+
+
+async def hung_up(ledger: CallLedger[str], call: CallIdentity, work: Recorder) -> None:
+    client = asyncio.create_task(ledger.run(call, work))
+    await asyncio.sleep(0.01)
+    client.cancel()
+    await asyncio.gather(client, return_exceptions=True)
+
+
+async def test_a_client_that_gave_up_and_comes_back_gets_the_generation_it_left() -> None:
+    ledger, work = CallLedger[str](), Recorder()
+    await hung_up(ledger, REPEATS, work)
+    again = asyncio.create_task(ledger.run(REPEATS, work))
+    await asyncio.sleep(0.01)
+    work.release.set()
+    assert await again == "answer"
+    assert (work.started, work.recorded) == (1, ["answer"])
+
+
+async def test_what_was_sampled_while_nobody_waited_is_recorded_when_the_client_is_back() -> None:
+    ledger, work = CallLedger[str](), Recorder()
+    await hung_up(ledger, REPEATS, work)
+    work.release.set()
+    await asyncio.sleep(0.02)
+    assert work.recorded == []
+    assert await ledger.run(REPEATS, work) == "answer"
+    assert (work.started, work.recorded) == (1, ["answer"])
+
+
+async def test_a_client_that_does_not_come_back_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "RETURN_WITHIN_S", 0.02)
+    ledger, work = CallLedger[str](), Recorder()
+    await hung_up(ledger, REPEATS, work)
+    work.release.set()
+    await asyncio.sleep(0.1)
+    assert (work.recorded, ledger.num_running) == ([], 0)
+
+
+async def test_a_client_that_never_repeats_a_request_ends_its_generation_at_once() -> None:
+    ledger, work = CallLedger[str](), Recorder()
+    await hung_up(ledger, CallIdentity("call", b"call"), work)
+    await asyncio.sleep(0.01)
+    assert ledger.num_running == 0

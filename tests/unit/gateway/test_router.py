@@ -245,6 +245,7 @@ def test_a_model_that_is_not_ready_by_the_deadline_is_a_503_and_the_execution_is
             "status": "infra",
             "num_rows": {},
             "num_refused": 0,
+            "awaits": [],
         }
         [settlement] = harness.settlements("plan")
         assert settlement.status == "infra"
