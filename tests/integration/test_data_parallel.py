@@ -100,7 +100,8 @@ def test_two_processes_train_as_one(tmp_path: Path, tiny_base: Path) -> None:
     assert [b["rows"] for b in folders[0].batches()] == [b["rows"] for b in folders[1].batches()]
 
 
-@pytest.mark.parametrize("victim", ["rank 1", pytest.param("rank 0", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["rank 1", "rank 0"])
 def test_a_killed_rank_takes_all_down_and_a_restart_goes_on(
     tmp_path: Path, tiny_base: Path, victim: str
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_killed_rank_takes_all_down_and_a_restart_goes_on(
     assert len(trained) == len(set(trained)) == 8 * STEPS
 
 
+@pytest.mark.slow
 def test_a_stop_ends_every_rank(tmp_path: Path, tiny_base: Path) -> None:
     folder = make_folder(tmp_path / "run", tiny_base, 2)
     folder.tell(published_version=1000)
