@@ -134,4 +134,5 @@ async def _retire(client: PrefectClient, config: RunConfig) -> list[str]:
 
 
 async def _limited(call: Awaitable[T]) -> T:
-    return await asyncio.wait_for(call, CALL_LIMIT_S)
+    async with asyncio.timeout(CALL_LIMIT_S):
+        return await call

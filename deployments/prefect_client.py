@@ -54,8 +54,8 @@ class PrefectApi:
     async def served(self, deployment: str, version: str) -> bool:
         """Is this deployment there, registered by the runner that calls itself `version`?"""
         try:
-            async with self._client() as client:
-                found = await asyncio.wait_for(client.read_deployment_by_name(deployment), CALL_LIMIT_S)
+            async with self._client() as client, asyncio.timeout(CALL_LIMIT_S):
+                found = await client.read_deployment_by_name(deployment)
                 return found.version == version
         except (ObjectNotFound, httpx.HTTPError, TimeoutError):
             return False
@@ -78,8 +78,8 @@ class PrefectApi:
     async def state(self, flow_run_id: UUID) -> State | None:
         """The flow run's state; None while the server can't be asked."""
         try:
-            async with self._client() as client:
-                return (await asyncio.wait_for(client.read_flow_run(flow_run_id), CALL_LIMIT_S)).state
+            async with self._client() as client, asyncio.timeout(CALL_LIMIT_S):
+                return (await client.read_flow_run(flow_run_id)).state
         except (httpx.HTTPError, TimeoutError):
             return None
 
@@ -129,14 +129,13 @@ class PrefectApi:
             return await self._read_active(tags)
 
     async def _read_active(self, tags: FlowRunFilterTags | None) -> list[FlowRun]:
-        async with self._client() as client:
-            runs = client.read_flow_runs(
+        async with self._client() as client, asyncio.timeout(CALL_LIMIT_S):
+            return await client.read_flow_runs(
                 flow_filter=FlowFilter(name=FlowFilterName(any_=FLOWS)),
                 flow_run_filter=FlowRunFilter(
                     tags=tags, state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_ACTIVE))
                 ),
             )
-            return await asyncio.wait_for(runs, CALL_LIMIT_S)
 
     def _client(self) -> PrefectClient:
         return PrefectClient(api=self.api_url)

@@ -107,7 +107,8 @@ class ChildProcess:
         with contextlib.suppress(OSError):  # it ended just now
             self._lifeline.shutdown(socket.SHUT_WR)  # the end of the stream is the guardian's order
         try:
-            await asyncio.wait_for(self.wait(), self._grace_s + _GUARDIAN_STOP_MARGIN_S)
+            async with asyncio.timeout(self._grace_s + _GUARDIAN_STOP_MARGIN_S):
+                await self.wait()
         except TimeoutError:
             self._guardian.kill()  # the command dies with its guardian
             await self.wait()
@@ -119,7 +120,8 @@ class ChildProcess:
     async def _read_pid(self) -> int:
         loop = asyncio.get_running_loop()
         try:
-            answer = await asyncio.wait_for(loop.sock_recv(self._lifeline, 32), _GUARDIAN_START_TIMEOUT_S)
+            async with asyncio.timeout(_GUARDIAN_START_TIMEOUT_S):
+                answer = await loop.sock_recv(self._lifeline, 32)
         except TimeoutError as error:
             message = f"the guardian of {self.log_path.name} did not start in {_GUARDIAN_START_TIMEOUT_S:g} s"
             raise ProcessError(message) from error

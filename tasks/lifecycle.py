@@ -150,7 +150,8 @@ async def _states_say_stop(own_id: str, parent_id: str | None) -> str:
         try:
             async with get_client() as client:
                 while True:
-                    reason = await asyncio.wait_for(_stop_reason(client, own_id, parent_id), CALL_LIMIT_S)
+                    async with asyncio.timeout(CALL_LIMIT_S):
+                        reason = await _stop_reason(client, own_id, parent_id)
                     if reason:
                         return reason
                     await asyncio.sleep(STATE_POLL_S)
@@ -182,8 +183,9 @@ async def final_runs(ids: Iterable[UUID]) -> dict[UUID, FlowRun]:
         return {}
     try:
         async with get_client() as client:
-            asked = client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=wanted)))
-            runs = await asyncio.wait_for(asked, CALL_LIMIT_S)
+            asked = FlowRunFilter(id=FlowRunFilterId(any_=wanted))
+            async with asyncio.timeout(CALL_LIMIT_S):
+                runs = await client.read_flow_runs(flow_run_filter=asked)
     except Exception as error:  # asked again a moment later
         log.info("flow run states could not be read (%s); asking again", type(error).__name__)
         return {}

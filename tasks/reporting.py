@@ -21,7 +21,8 @@ async def tell(what: str, call: Awaitable[T], *, limit_s: float = CALL_LIMIT_S) 
     """Await one call to Prefect. A failure or a timeout is logged once as a warning and answered with None:
     reports describe the run, they are not the run."""
     try:
-        return await asyncio.wait_for(call, limit_s)
+        async with asyncio.timeout(limit_s):
+            return await call
     except TimeoutError:
         log.warning("Prefect did not take %s within %.0f s; going on without", what, limit_s)
     except Exception as error:  # any client error: the next report tries again

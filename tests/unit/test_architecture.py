@@ -106,3 +106,15 @@ def test_what_need_not_compute_loads_no_torch_and_no_vllm(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ""
+
+
+def test_nothing_waits_with_a_function_that_loses_cancels() -> None:
+    """asyncio.wait_for of Python 3.11 drops a cancel that comes with the answer; asyncio.timeout does not."""
+    users = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for package in OURS
+        for file in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.wait_for"
+    ]
+    assert users == []

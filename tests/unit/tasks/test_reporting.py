@@ -37,6 +37,20 @@ async def test_cancelling_is_never_swallowed() -> None:
         await telling
 
 
+async def test_a_cancel_that_comes_with_the_answer_is_not_lost() -> None:
+    answered = asyncio.get_running_loop().create_future()
+
+    async def ask() -> int:
+        return await answered
+
+    telling = asyncio.create_task(tell("it", ask()))
+    await asyncio.sleep(0.01)
+    answered.set_result(7)
+    telling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await telling
+
+
 def test_an_event_that_is_refused_fails_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
