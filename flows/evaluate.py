@@ -12,7 +12,15 @@ from prefect import flow
 from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled
 
-from flows.multi_model_training import Run, add_models, shut_down, stop_children, take_over, watch_children
+from flows.multi_model_training import (
+    Run,
+    add_models,
+    config_name,
+    shut_down,
+    stop_children,
+    take_over,
+    watch_children,
+)
 from model_runtime.config import RunConfig
 from model_runtime.errors import RunFailedError
 from model_runtime.evaluation import (
@@ -44,9 +52,7 @@ POLL_S = 1.0
 
 def _run_name() -> str:
     given = this_run.parameters
-    config = given["config"]
-    name = config.get("name", "default") if isinstance(config, dict) else config.name
-    return f"evaluation · {given.get('run_id') or name}"
+    return f"evaluation · {given.get('run_id') or config_name(given)}"
 
 
 @flow(

@@ -91,11 +91,15 @@ def run_id_for(config: RunConfig, run_id: str, flow_run_id: str | None) -> str:
     return run_id or f"{config.name}-{(flow_run_id or 'local')[:8]}"
 
 
+def config_name(parameters: dict[str, Any]) -> str:
+    """Name of the config among a flow run's parameters, which are not validated yet when a run is named."""
+    config = parameters["config"]
+    return config.get("name", "default") if isinstance(config, dict) else config.name
+
+
 def _run_name() -> str:
     given = this_run.parameters
-    config = given["config"]
-    name = config.get("name", "default") if isinstance(config, dict) else config.name
-    return given.get("run_id") or f"{name}-{(this_run.id or 'local')[:8]}"
+    return given.get("run_id") or f"{config_name(given)}-{(this_run.id or 'local')[:8]}"
 
 
 @flow(

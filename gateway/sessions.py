@@ -8,11 +8,10 @@ too when the group's time is up.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +37,8 @@ from gateway.metrics import GatewayMetrics
 from gateway.route_table import AgentModelRouteTable
 from gateway.sampling import Settings, check_settings, merge_settings
 from gateway.session import Session
+from gateway.settled_sessions import SettledSessions, check_key
 from model_runtime.errors import (
-    AuthenticationError,
     ConflictError,
     InvalidRequestError,
     RepertoryError,
@@ -58,9 +57,6 @@ from model_runtime.types import DEFAULT_COMPONENT, MemberKey, SettlementStatus, 
 
 logger = logging.getLogger(__name__)
 
-# Settled sessions whose answer is remembered, for clients that ask again.
-MAX_REMEMBERED = 20_000
-
 
 @dataclass(slots=True)
 class _Member:
@@ -68,12 +64,6 @@ class _Member:
 
     session_id: str | None = None
     next_attempt: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Settled:
-    api_key: str
-    answer: FinalizeAnswer
 
 
 class SessionRegistry:
@@ -109,7 +99,7 @@ class SessionRegistry:
         self._allow_off_policy = allow_off_policy
         self._clock = clock
         self._sessions: dict[str, Session] = {}
-        self._settled: OrderedDict[str, _Settled] = OrderedDict()
+        self._settled = SettledSessions(self._journal)
         self._groups: dict[str, dict[int, _Member]] = {}
 
     def __iter__(self) -> Iterator[Session]:
@@ -145,14 +135,13 @@ class SessionRegistry:
         """The open session. `trusted`: the caller has shown the admin key.
 
         Raises UnknownSessionError, AuthenticationError, ConflictError if it has ended."""
-        settled = self._settled.get(session_id)
-        if settled is not None:
-            _check_key(settled.api_key, api_key, trusted)
-            raise ConflictError(f"session {session_id} is {settled.answer.status}; it takes no more calls")
+        answer = self._settled.answer(session_id, api_key, trusted=trusted)
+        if answer is not None:
+            raise ConflictError(f"session {session_id} is {answer.status}; it takes no more calls")
         session = self._sessions.get(session_id)
         if session is None:
             raise UnknownSessionError(f"no session {session_id!r} in this gateway")
-        _check_key(session.api_key, api_key, trusted)
+        check_key(session.api_key, api_key, trusted=trusted)
         session.active_at = self._clock()
         return session
 
@@ -176,7 +165,7 @@ class SessionRegistry:
         rewards are missing: `awaiting_reward`, and settled when they have come or the time is up.
 
         Raises UnknownAgentError and InvalidRequestError for rewards that can't come."""
-        answer = self._settled_answer(session_id, api_key, trusted)
+        answer = self._settled.answer(session_id, api_key, trusted=trusted)
         if answer is not None:
             return answer
         session = self.find(session_id, api_key, trusted=trusted)
@@ -194,7 +183,7 @@ class SessionRegistry:
         self, session_id: str, api_key: str, *, status: SettlementStatus, reason: str, trusted: bool = False
     ) -> FinalizeAnswer:
         """Settle as not finished."""
-        answer = self._settled_answer(session_id, api_key, trusted)
+        answer = self._settled.answer(session_id, api_key, trusted=trusted)
         if answer is not None:
             return answer
         return await self.settle(self.find(session_id, api_key, trusted=trusted), status, reason)
@@ -271,7 +260,7 @@ class SessionRegistry:
             if session.is_training:
                 self._member(session.member).session_id = session.session_id
         for end in settled:
-            self._settled[end.session_id] = _Settled(end.api_key, _answer_of(end))
+            self._settled.add(end)
 
     def finish(self, written: Iterable[ExecutionWritten]) -> None:
         """Settle what is in the logs already, and go on settling what had been decided. What fails is tried
@@ -389,13 +378,6 @@ class SessionRegistry:
         )
         return session
 
-    def _settled_answer(self, session_id: str, api_key: str, trusted: bool) -> FinalizeAnswer | None:
-        settled = self._settled.get(session_id)
-        if settled is None:
-            return None
-        _check_key(settled.api_key, api_key, trusted)
-        return settled.answer
-
     async def _settle(self, session: Session, status: SettlementStatus, reason: str) -> FinalizeAnswer:
         await session.calls.stop_all()
         self._metrics.count_joined(session.calls.num_joined)
@@ -419,12 +401,7 @@ class SessionRegistry:
         self._journal.write(
             Forget(owner), Append(owner, end), Forget(of_execution(execution.member, execution.mode))
         )
-        answer = _answer_of(end)
-        self._settled[session.session_id] = _Settled(session.api_key, answer)
-        while len(self._settled) > MAX_REMEMBERED:
-            oldest, _ = self._settled.popitem(last=False)
-            self._journal.write(Forget(of_session(oldest)))
-        return answer
+        return self._settled.add(end)
 
     async def _record(self, execution: FinishedExecution) -> None:
         """Make an execution's end durable, then known to admission and the counters."""
@@ -486,19 +463,8 @@ class SessionRegistry:
         self._journal.write(Forget(of_execution(execution.member, execution.mode)))
 
 
-def _answer_of(end: SessionSettled) -> FinalizeAnswer:
-    return FinalizeAnswer(
-        session_id=end.session_id, status=end.status, num_rows=end.num_rows, num_refused=end.num_refused
-    )
-
-
 def _has_failed(task: asyncio.Task[FinalizeAnswer] | None) -> bool:
     return task is not None and task.done() and (task.cancelled() or task.exception() is not None)
-
-
-def _check_key(expected: str, given: str, trusted: bool) -> None:
-    if not trusted and not hmac.compare_digest(expected.encode(), given.encode()):
-        raise AuthenticationError("the API key is missing or belongs to another session")
 
 
 def _bare_request_id(given: str) -> str:

@@ -21,7 +21,7 @@ from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.config_section import Section
 from model_runtime.coordinator import read_run
 from model_runtime.documents import Document
-from model_runtime.errors import ConfigError, ObjectNotFoundError
+from model_runtime.errors import ConfigError, ObjectExistsError, ObjectNotFoundError
 from model_runtime.layout import EVALUATION_INFIX, RunLayout
 from model_runtime.store import Store
 
@@ -237,11 +237,11 @@ def read_evaluations(store: Store, layout: RunLayout) -> list[EvaluationDocument
 
 def write_evaluation(store: Store, layout: RunLayout, document: EvaluationDocument) -> EvaluationDocument:
     """Keep it. Of two that worked on one plan at once the first stands, and is returned."""
-    key = layout.evaluation_of_plan(document.plan.evaluation_id)
-    present = read_evaluation(store, layout, document.plan.evaluation_id)
-    if present is not None:
-        return present
-    store.put_if_absent(key, document.to_bytes())
+    evaluation_id = document.plan.evaluation_id
+    try:
+        store.put_if_absent(layout.evaluation_of_plan(evaluation_id), document.to_bytes())
+    except ObjectExistsError:
+        return read_evaluation(store, layout, evaluation_id) or document
     return document
 
 
