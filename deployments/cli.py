@@ -171,7 +171,7 @@ def _follow_run(
 
 @app.command()
 def validate(config: ConfigArgument) -> None:
-    """Check a file: every wrong field with its value and what is allowed."""
+    """Check a file: wrong fields with their values and what is allowed. Paths are looked at by `doctor`."""
     settings = load_config(config)
     console = Console()
     for model in settings.models:
