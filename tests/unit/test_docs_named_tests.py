@@ -1,10 +1,12 @@
-"""The tests that docs/gateway.md names exist."""
+"""The tests that pages of the documentation name exist."""
 
 from __future__ import annotations
 
 import ast
 import re
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = re.compile(r"`([\w/]*test_\w+\.py)::(test_\w+)`")
@@ -16,10 +18,11 @@ def functions_of(path: Path) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, kinds)}
 
 
-def test_every_test_the_gateways_page_names_exists() -> None:
-    text = (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(("page", "at_least"), [("gateway.md", 80), ("guarantees.md", 80)])
+def test_every_test_a_page_names_exists(page: str, at_least: int) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     named = NAMED.findall(text)
-    assert len(named) > 80
+    assert len(named) > at_least
     assert len(named) == text.count("::test_"), "a test is named in a form that is not looked for"
     missing = []
     for file, name in named:
