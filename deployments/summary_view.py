@@ -11,6 +11,27 @@ from rich.text import Text
 
 from model_runtime.summary import Reward, RunSummary
 
+DROP_REASONS = {
+    "aborted": "the workflow raised, or gave a reward that is no number",
+    "aged_out": "sampled by a version older than max_staleness allows",
+    "cancelled": "the group was given up before all its executions ended",
+    "duplicate": "a copy of a row that is in the log already",
+    "duplicate_attempt": "another attempt at the same execution counted",
+    "expired": "the execution was not finalized in time",
+    "infra": "a server failed under the execution; it was tried again",
+    "invalid": "refused when it was recorded; the gateway's log says why",
+    "missing_reward": "the workflow gave no reward",
+    "not_for_training": "work of a group that feeds another model, while this one had enough",
+    "retried": "an attempt that was given up for another one",
+    "too_few_values": "fewer than two rewards in the group: nothing to compare with",
+    "unfinished": "the execution did not finish",
+    "zero_variance": "all rewards of the group were equal: nothing to learn from",
+}
+ENDINGS = {
+    "drained": "there was no more data",
+    "no_signal": "too many groups in a row had equal rewards; look at the rewards, or take larger groups",
+}
+
 
 def print_summary(console: Console, summary: RunSummary) -> None:
     """Rewards, books, adapters, and the command that serves one of them. Paths and commands are never
@@ -28,6 +49,12 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     for model in summary.models:
         if any(model.dropped.values()):
             line(f"{model.model_id} dropped {reasons(model.dropped)}")
+    for reason in sorted({r for model in summary.models for r, n in model.dropped.items() if n}):
+        if reason in DROP_REASONS:
+            line(f"  {reason}: {DROP_REASONS[reason]}", "dim")
+    for model in summary.models:
+        if model.ended in ENDINGS:
+            line(f"{model.model_id} stopped after step {model.steps}: {ENDINGS[model.ended]}", "yellow")
     for role, reason in summary.failures.items():
         line(f"{role}: {reason}", "red")
     for model in summary.models:

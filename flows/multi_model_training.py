@@ -28,7 +28,7 @@ from model_runtime.coordinator import (
 from model_runtime.documents import DesiredState
 from model_runtime.errors import ProcessError, RepertoryError, RunFailedError, SupersededError
 from model_runtime.layout import RunLayout
-from model_runtime.protocol import ModelStatus
+from model_runtime.protocol import ModelStatus, TrainerState
 from model_runtime.store import Store, open_store
 from model_runtime.summary import RunSummary
 from model_runtime.workspace import ONE_RUN_ENV, Workspace, exclusive
@@ -59,6 +59,7 @@ STOP_LIMIT_S = 60.0
 """Longest wait for the models to end by themselves after `stop`; then they are cancelled."""
 PLACE_WAIT_S = 3.0
 ONE_RUN_REFUSAL = "another training run has this machine: wait for its end, or stop it"
+TRAINING_OVER = frozenset({"drained", "finished", "no_signal"})
 CLEANUP_LIMIT_S = 12.0
 """The runner kills a cancelled flow 30 s after it asked; children and gateway must be down before."""
 
@@ -79,6 +80,7 @@ class Run:
     rollout: Child | None = None
     evaluation: Child | None = None
     failures: dict[str, str] = field(default_factory=dict)  # model or role → why
+    endings: dict[str, TrainerState] = field(default_factory=dict)  # trained model → why it trains no more
 
     @property
     def children(self) -> list[Child]:
@@ -147,7 +149,12 @@ async def lead(config: RunConfig, run_id: str) -> RunSummary:
         place.close()
     await take_snapshot(run.coordinator)
     summary = await write_summary(
-        run.store, run.layout, config, started_at=started_at, failures=dict(run.failures)
+        run.store,
+        run.layout,
+        config,
+        started_at=started_at,
+        failures=dict(run.failures),
+        endings=dict(run.endings),
     )
     if run.failures:
         reasons = "\n".join(f"{role}: {reason}" for role, reason in run.failures.items())
@@ -316,6 +323,10 @@ async def _drained(run: Run) -> bool:
     if status is None:
         return all(child.final is not None for child in run.models.values())
     models = [run.models[m.model_id] for m in run.config.trainable_models]
+    for child in models:
+        found = status.models.get(child.role)
+        if found is not None and found.renewal is not None and found.renewal.trainer_state in TRAINING_OVER:
+            run.endings[child.role] = found.renewal.trainer_state
     return all(_training_over(status.models.get(c.role), c) for c in models)
 
 
@@ -328,7 +339,7 @@ def _training_over(status: ModelStatus | None, child: Child) -> bool:
         return False
     if renewal.status in ("failed", "stopped") or renewal.trainer_state == "failed":
         return True
-    over = renewal.trainer_state in ("drained", "finished", "no_signal")
+    over = renewal.trainer_state in TRAINING_OVER
     return over and renewal.published_version == renewal.committed_version
 
 

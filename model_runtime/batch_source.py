@@ -16,7 +16,14 @@ from model_runtime.training_queue import Batch, TrainingQueue
 MIN_QUEUE_POLL_S = 0.05  # between two looks at a log that was written just now
 MAX_QUEUE_POLL_S = 0.25  # between two looks at an idle log
 REPLAY_WAIT_S = 60.0  # for the log to show what a journaled batch has read before
-NO_SIGNAL_BATCHES = 10  # batch-equivalents of groups without signal that end a model
+NO_SIGNAL_BATCHES = 10  # batch-equivalents of groups without signal that end a model ...
+NO_SIGNAL_GROUPS = 64  # ... but never fewer: rare rewards in small batches look the same for a while
+
+
+def no_signal_bound(model: ModelConfig) -> int:
+    """How many groups in a row may close untrained before the model's training ends."""
+    batch = model.batch_size * model.async_training.require_batches
+    return max(NO_SIGNAL_GROUPS, NO_SIGNAL_BATCHES * batch)
 
 
 class BatchSource:
@@ -53,8 +60,8 @@ class BatchSource:
         if final:
             return "drained"
         report = self._queue.report()
-        bound = NO_SIGNAL_BATCHES * self._model.batch_size * self._model.async_training.require_batches
-        return "no_signal" if report.closed_groups >= bound and not report.untrained_groups else None
+        spent = report.closed_groups >= no_signal_bound(self._model) and not report.untrained_groups
+        return "no_signal" if spent else None
 
     def replay(self, step: int) -> Callable[[], Batch | None]:
         """Looks for the journaled batch of this step; None as long as the log doesn't show all of it.

@@ -21,6 +21,7 @@ from model_runtime.coordinator import read_run
 from model_runtime.errors import ObjectNotFoundError, ProcessError
 from model_runtime.layout import ModelLayout, RunLayout, number_in
 from model_runtime.metrics import read_metrics
+from model_runtime.protocol import TrainerState
 from model_runtime.store import Store
 from model_runtime.types import DEFAULT_COMPONENT, FINAL_STATUSES, Shard, Trajectory
 from model_runtime.vllm_environment import find_vllm
@@ -69,6 +70,9 @@ class ModelSummary(_Part):
     balanced: bool
     adapter_uri: str | None
     serve_command: str
+    ended: TrainerState | None = None
+    """Why training ended: `finished` took every step, `drained` had no more data, `no_signal` saw too many
+    groups in a row that teach nothing. None: it did not say."""
     failure: str | None = None
 
 
@@ -125,8 +129,10 @@ def summarize(
     *,
     started_at: float,
     failures: Mapping[str, str],
+    endings: Mapping[str, TrainerState] | None = None,
 ) -> RunSummary:
-    """Read the whole run. The duration is that of this life of the parent."""
+    """Read the whole run. The duration is that of this life of the parent. `endings` says of each trained
+    model how its training ended."""
     logs = {m.model_id: _read_log(store, layout.model(m.model_id), m) for m in config.models}
     everything = [row for rows, _ in logs.values() for row in rows]
     executions = _executions(everything)
@@ -150,7 +156,14 @@ def summarize(
             for agent_id, model_id in config.agent_to_model.items()
         ],
         models=[
-            _model(store, layout, model, *logs[model.model_id], failures.get(model.model_id))
+            _model(
+                store,
+                layout,
+                model,
+                *logs[model.model_id],
+                failure=failures.get(model.model_id),
+                ended=(endings or {}).get(model.model_id),
+            )
             for model in config.models
         ],
         held_out=read_held_out(store, layout, epoch),
@@ -279,7 +292,9 @@ def _model(
     model: ModelConfig,
     rows: Sequence[_Row],
     books: ModelBooks,
+    *,
     failure: str | None,
+    ended: TrainerState | None,
 ) -> ModelSummary:
     own = layout.model(model.model_id)
     versions = [
@@ -306,6 +321,7 @@ def _model(
         balanced=books.balanced,
         adapter_uri=adapter_uri,
         serve_command=serve_command(model, layout.run_id, adapter_uri, serve=vllm_serve(model)),
+        ended=ended,
         failure=failure,
     )
 

@@ -33,7 +33,7 @@ from model_runtime.adapters import (
     write_version,
 )
 from model_runtime.background import BackgroundWriter
-from model_runtime.batch_source import NO_SIGNAL_BATCHES, BatchSource
+from model_runtime.batch_source import BatchSource, no_signal_bound
 from model_runtime.checkpoints import TrainingState, load_latest_checkpoint, save_checkpoint
 from model_runtime.config_file import parse_config
 from model_runtime.documents import CheckpointDocument, VersionDocument
@@ -150,7 +150,7 @@ class FullyAsyncTrainer:
             self._save()
         self._finish_writing()
         reason = (
-            f"{NO_SIGNAL_BATCHES} batches' worth of groups brought no signal" if state == "no_signal" else ""
+            f"{no_signal_bound(self._model)} groups in a row had no signal" if state == "no_signal" else ""
         )
         self._report(state=state, reason=reason)
         logger.info("%s: %s after step %d, version %d", self._spec.model_id, state, self._step, self._version)

@@ -12,6 +12,7 @@ from prefect.cache_policies import NO_CACHE
 from model_runtime import summary as core
 from model_runtime.config import RunConfig, artifact_slug
 from model_runtime.layout import RunLayout
+from model_runtime.protocol import TrainerState
 from model_runtime.store import Store
 from model_runtime.summary import Reward, RunSummary
 from tasks.reporting import tell
@@ -25,11 +26,14 @@ async def write_summary(
     *,
     started_at: float,
     failures: Mapping[str, str],
+    endings: Mapping[str, TrainerState],
 ) -> RunSummary:
     """Read the run's logs and books, write summary.json, show it as an artifact."""
 
     def make() -> RunSummary:
-        made = core.summarize(store, layout, config, started_at=started_at, failures=failures)
+        made = core.summarize(
+            store, layout, config, started_at=started_at, failures=failures, endings=endings
+        )
         core.write_summary(store, layout, made)
         return made
 

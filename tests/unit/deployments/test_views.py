@@ -146,6 +146,7 @@ def test_a_summary_prints_rewards_books_adapters_and_the_command() -> None:
         balanced=False,
         adapter_uri="file:///runs/r/models/solver_model/versions/v20",
         serve_command="vllm serve /models/solver",
+        ended="no_signal",
     )
     summary = RunSummary(
         run_id="shop-1",
@@ -173,6 +174,8 @@ def test_a_summary_prints_rewards_books_adapters_and_the_command() -> None:
         "0.05 → 0.91",
         "greedy, 40 executions: 0.97",
         "12: 12 zero_variance",
+        "zero_variance: all rewards of the group were equal",
+        "solver_model stopped after step 20: too many groups in a row had equal rewards",
         "BROKEN",
         "planner_model: Failed: out of memory",
         "solver_model adapter: file:///runs/r/models/solver_model/versions/v20",

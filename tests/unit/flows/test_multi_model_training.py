@@ -267,6 +267,7 @@ async def test_a_drain_waits_for_the_work_and_for_the_last_versions(run: Run, pr
     run.gateway.models["b"] = model_status("b", trainer_state="drained")
     await within(draining)
     assert run.gateway.wanted == ["drain"]
+    assert run.endings == {"a": "finished", "b": "drained"}
     desired = read_desired(run.store, LAYOUT)
     assert desired is not None
     assert desired.state == "drain"

@@ -9,6 +9,8 @@ import pytest
 
 from model_runtime import trainer as module
 from model_runtime.adapters import fetch_version, version_document
+from model_runtime.batch_source import no_signal_bound
+from model_runtime.config_file import parse_config
 from model_runtime.documents import EpochClaim
 from model_runtime.errors import StoreError
 from model_runtime.layout import RunLayout
@@ -197,14 +199,20 @@ def test_a_stop_while_waiting_to_commit_forgets_no_version(folder):
 
 def test_groups_without_signal_end_a_model_at_last(tmp_path, base):
     folder = TrainingFolder(tmp_path, base, model={"batch_size": 1})
-    folder.write_groups(make_groups(9, flat=True))
+    folder.write_groups(make_groups(63, flat=True))
     folder.tell(published_version=UNBOUNDED)
     with Running(folder) as run:
-        run.until(lambda s: s.queue.closed_groups == 9)
-        folder.write_groups(make_groups(1, first=9, flat=True), seq=1)
+        run.until(lambda s: s.queue.closed_groups == 63)
+        folder.write_groups(make_groups(1, first=63, flat=True), seq=1)
         assert run.join() == 0
     assert folder.status().state == "no_signal"
-    assert "10 batches' worth" in folder.status().reason
+    assert folder.status().reason == "64 groups in a row had no signal"
+
+
+@pytest.mark.parametrize(("batch_size", "bound"), [(1, 64), (2, 64), (8, 80)])
+def test_rare_rewards_in_small_batches_are_waited_for(tmp_path, base, batch_size, bound):
+    folder = TrainingFolder(tmp_path, base, model={"batch_size": batch_size})
+    assert no_signal_bound(parse_config(folder.spec.config, source="spec").models[0]) == bound
 
 
 def test_a_newer_epoch_is_left_alone(folder):
