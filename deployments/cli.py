@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
 from deployments.home import known_runs, new_run_id, recall_run
+from deployments.terminal import command, console
 from model_runtime.config import RunConfig
 from model_runtime.config_file import load_config, parse_store
 from model_runtime.errors import ConfigError, RepertoryError, RunFailedError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from model_runtime.summary import RunSummary
 
 RUN_ID_PATTERN = r"[a-z0-9][a-z0-9_.-]{0,62}"
@@ -64,14 +66,14 @@ def up(
 
     Ctrl-C stops every process and leaves a run that can be resumed; a second one does not wait.
     """
-    console = Console(stderr=json)
+    screen = console(stderr=json)
     settings, path, name = _what_to_run(config, run_id, resume)
     for warning in settings.warnings():
-        console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+        screen.print(f"[yellow]warning:[/yellow] {warning}", highlight=False, soft_wrap=True)
     _require_machine(settings)
     _require_run(settings, name, resume=resume is not None, given=run_id is not None)
-    again = f"repertory up {path or ''}".rstrip() + f" --resume {name}"
-    _follow_run(console, settings, path, name, again, json=json, ui=ui, keep_ui=keep_ui)
+    again = f"{command()} up {path or ''}".rstrip() + f" --resume {name}"
+    _follow_run(screen, settings, path, name, again, json=json, ui=ui, keep_ui=keep_ui)
 
 
 def _require_machine(settings: RunConfig) -> None:
@@ -118,7 +120,7 @@ def _what_to_run(
 
 
 def _follow_run(
-    console: Console,
+    screen: Console,
     settings: RunConfig,
     path: str | None,
     name: str,
@@ -128,7 +130,7 @@ def _follow_run(
     ui: bool,
     keep_ui: bool,
 ) -> None:
-    console.print(f"run {name}: starting (Ctrl-C stops it; it can be resumed)", highlight=False)
+    screen.print(f"run {name}: starting (Ctrl-C stops it; it can be resumed)", highlight=False)
     from deployments.local import Launch  # Prefect's client: a second or more to import
     from deployments.summary_view import print_summary
     from deployments.up import Interrupted, TerminalView, run_interruptible, run_to_end
@@ -138,23 +140,23 @@ def _follow_run(
             sys.stdout.write(summary.model_dump_json(indent=1) + "\n")
             sys.stdout.flush()
             return
-        print_summary(console, summary)
+        print_summary(screen, summary)
         path_of_it = summary.summary_uri.removeprefix("file://")
-        console.print(path_of_it, highlight=False, markup=False, soft_wrap=True)
+        screen.print(path_of_it, highlight=False, markup=False, soft_wrap=True)
 
     def show_and_stay(summary: RunSummary) -> None:
         view.close()
         show(summary)
-        console.print(f"the dashboard stays at {launch.stack.api.ui_url} until Ctrl-C", highlight=False)
+        screen.print(f"the dashboard stays at {launch.stack.api.ui_url} until Ctrl-C", highlight=False)
 
-    view = TerminalView(console, run_id=name)
+    view = TerminalView(screen, run_id=name)
     launch = Launch(settings, name, view.say, ui=ui, config_path=path)
     try:
         with view:
             stay = show_and_stay if keep_ui else None
             summary = run_interruptible(lambda: run_to_end(launch, view, keep_until_interrupted=stay))
     except Interrupted:
-        console.print(
+        screen.print(
             f"stopped; no process is left. Go on with:\n  {again}",
             highlight=False,
             markup=False,
@@ -163,7 +165,7 @@ def _follow_run(
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except RunFailedError as error:
         _say_error(str(error))
-        console.print(f"Go on with:\n  {again}", highlight=False, markup=False, soft_wrap=True)
+        screen.print(f"Go on with:\n  {again}", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(EXIT_FAILED) from None
     if not keep_ui:
         show(summary)
@@ -173,13 +175,13 @@ def _follow_run(
 def validate(config: ConfigArgument) -> None:
     """Check a file: wrong fields with their values and what is allowed. Paths are looked at by `doctor`."""
     settings = load_config(config)
-    console = Console()
+    screen = console()
     for model in settings.models:
         agents = [agent for agent, model_id in settings.agent_to_model.items() if model_id == model.model_id]
-        console.print(f"{model.model_id} ({model.kind}): {', '.join(agents)}", highlight=False)
+        screen.print(f"{model.model_id} ({model.kind}): {', '.join(agents)}", highlight=False)
     for warning in settings.warnings():
-        console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
-    console.print(f"{config}: valid")
+        screen.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+    screen.print(f"{config}: valid")
 
 
 @app.command()
@@ -190,13 +192,13 @@ def doctor(
     from deployments.doctor import run_checks
 
     settings = load_config(config) if config else None
-    console = Console()
+    screen = console()
     checks = run_checks(settings)
     for check in checks:
         mark = "[green]ok[/green]     " if check.ok else "[red]missing[/red]"
-        console.print(f"{mark} {check.name}: {_escaped(check.detail)}", highlight=False, soft_wrap=True)
+        screen.print(f"{mark} {check.name}: {_escaped(check.detail)}", highlight=False, soft_wrap=True)
         if not check.ok and check.fix:
-            console.print(f"        → {_escaped(check.fix)}", highlight=False, soft_wrap=True)
+            screen.print(f"        → {_escaped(check.fix)}", highlight=False, soft_wrap=True)
     if not all(check.ok for check in checks):
         raise typer.Exit(EXIT_FAILED)
 
@@ -234,11 +236,11 @@ def deploy(
     if json:
         sys.stdout.write(json_format.dumps(dataclasses.asdict(done), indent=1) + "\n")
         return
-    console = Console()
+    screen = console()
     for what, names in (("registered", done.registered), ("retired", done.retired)):
         for name in names:
-            console.print(f"{what} {name}", highlight=False, soft_wrap=True)
-    console.print(
+            screen.print(f"{what} {name}", highlight=False, soft_wrap=True)
+    screen.print(
         f"Each worker of {pool!r} ({done.pool_type}) needs Repertory installed and REPERTORY_ADMIN_KEY set "
         f"to one secret of at least 16 characters:\n  prefect worker start --pool {pool}\n"
         f"Start a run with:\n  prefect deployment run multi-model-training/{settings.name}",
@@ -256,9 +258,9 @@ def status(
     from deployments.run_status import list_runs, show_run
 
     if run_id is None:
-        list_runs(known_runs(), Console(), as_json=json)
+        list_runs(known_runs(), console(), as_json=json)
     else:
-        show_run(recall_run(run_id), Console(), as_json=json)
+        show_run(recall_run(run_id), console(), as_json=json)
 
 
 @app.command()
@@ -266,7 +268,7 @@ def stop(run_id: RunArgument) -> None:
     """Stop a run so that it can be resumed. Waits until its processes are down."""
     from deployments.run_status import stop_run
 
-    stop_run(recall_run(run_id), Console())
+    stop_run(recall_run(run_id), console())
 
 
 @app.command()
@@ -284,6 +286,8 @@ def export(
 ) -> None:
     """Fetch an adapter: `peft.PeftModel.from_pretrained` and vLLM load the folder."""
     from model_runtime import adapters
+    from model_runtime.coordinator import read_run
+    from model_runtime.layout import RunLayout
     from model_runtime.store import open_store
 
     if store is None:
@@ -292,14 +296,19 @@ def export(
         config.model(model)  # an unknown one is refused by name
     else:
         settings = parse_store(store)
-    document = adapters.export(open_store(settings), run_id, model, version, to)
-    Console().print(
+    opened = open_store(settings)
+    if read_run(opened, RunLayout(run_id)) is None:
+        raise ConfigError(
+            f"no run {run_id!r} in {opened.url}: --store names the folder or prefix that holds it"
+        )
+    document = adapters.export(opened, run_id, model, version, to)
+    console().print(
         f"{model} v{document.version} (step {document.step}): {to}", highlight=False, soft_wrap=True
     )
 
 
 def _say_error(message: str) -> None:
-    Console(stderr=True).print(f"[red]error:[/red] {_escaped(message)}", highlight=False, soft_wrap=True)
+    console(stderr=True).print(f"[red]error:[/red] {_escaped(message)}", highlight=False, soft_wrap=True)
 
 
 def _escaped(message: str) -> str:

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import httpx
+from safetensors import SafetensorError, safe_open
 
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.devices import assign_gpus, check_gpus, visible_gpus
@@ -226,10 +227,33 @@ def _model_files(model: ModelConfig) -> str:
             f"{model.model_path} holds no weights (*.safetensors)",
             f"model {model.model_id!r}: put the weights there, or correct model_path",
         )
+    _lora_targets(model)
     return (
         f"weights {_gib(_weight_bytes(model))}, tokenizer of {document.vocab_size}, chat template, "
         f"up to {document.max_model_len} tokens, LoRA rank {rank}"
     )
+
+
+def _lora_targets(model: ModelConfig) -> None:
+    """Read from the weights' headers: no weight is loaded."""
+    targets = model.lora.target_modules
+    if model.kind != "trainable" or model.adapter_path is not None or isinstance(targets, str):
+        return
+    modules: set[str] = set()
+    for path in Path(model.model_path).glob("*.safetensors"):
+        try:
+            with safe_open(path, framework="numpy") as weights:
+                modules |= {name.removesuffix(".weight") for name in weights.keys()}  # noqa: SIM118 - no mapping
+        except SafetensorError as error:
+            raise _NotOk(f"{path} can't be read: {error}", "fetch the file again") from error
+    lacking = [t for t in targets if not any(m == t or m.endswith(f".{t}") for m in modules)]
+    if lacking:
+        leaves = sorted({m.rpartition(".")[2] for m in modules if m.endswith("_proj")})
+        raise _NotOk(
+            f"lora.target_modules names {', '.join(lacking)}, which {model.model_path} does not have",
+            f"model {model.model_id!r}: name some of {', '.join(leaves) or 'its linear layers'}, "
+            "or take all-linear",
+        )
 
 
 def _model_devices(config: RunConfig, model: ModelConfig) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from deployments.terminal import command
 from model_runtime.config import RunConfig
 from model_runtime.errors import ConfigError
 from model_runtime.protocol import ADMIN_KEY_ENV
@@ -54,9 +55,11 @@ def admin_key() -> str:
 
 def exclusive_home() -> AbstractContextManager[None]:
     """One launcher per home at a time."""
+    stack = standing_stack()
+    stop = f"stop it (`{command()} stop {stack.run_id}`)" if stack is not None else "stop it"
     return exclusive(
         "up",
-        refusal=f"{home()} is in use by another `repertory up`: stop it, or set REPERTORY_HOME to another "
+        refusal=f"{home()} is in use by another `repertory up`: {stop}, or set REPERTORY_HOME to another "
         "folder to run beside it",
     )
 

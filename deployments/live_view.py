@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from rich import box
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -15,16 +17,18 @@ STALENESS = "training/off_policy/trajectory_staleness_worst/mean"
 COLUMNS = ("model", "state", "step", "mean reward", "version", "queue", "staleness", "tokens/s")
 
 
-def live_table(status: GatewayStatus, *, run_id: str, started_at: float, ui_url: str) -> Table:
-    """The table of one moment."""
-    table = Table(title=f"{run_id} · {clock(time.time() - started_at)} · {ui_url}", title_justify="left")
+def live_table(status: GatewayStatus, *, run_id: str, started_at: float, ui_url: str) -> Group:
+    """The table of one moment, between a line of what runs and one of its executions."""
+    # Without borders every column is whole on 80 columns; a narrower window breaks lines and cuts nothing.
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("model", "state") else "right")
+        left = column in ("model", "state")
+        justify = "left" if left else "right"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column == "model")
     for model_id in sorted(status.models):
         table.add_row(*cells(status.models[model_id]))
-    table.caption = executions_line(status)
-    table.caption_justify = "left"
-    return table
+    title = f"{run_id} · {clock(time.time() - started_at)} · {ui_url}"
+    return Group(Text(title, style="bold"), table, Text(executions_line(status), style="dim"))
 
 
 def cells(model: ModelStatus) -> list[str | Text]:

@@ -14,6 +14,7 @@ from rich.table import Table
 from deployments.home import RunRecord, admin_key, standing_stack
 from deployments.live_view import live_table
 from deployments.summary_view import print_summary
+from deployments.terminal import command
 from model_runtime.coordinator import read_run
 from model_runtime.documents import RunDocument
 from model_runtime.errors import RunFailedError
@@ -69,8 +70,7 @@ def show_run(record: RunRecord, console: Console, *, as_json: bool) -> None:
         sys.stdout.write(json.dumps(shown, indent=1) + "\n")
     elif live is not None:
         ui_url = record.api_url.removesuffix("/api")
-        started_at = document.updated_at if document else record.launched_at
-        console.print(live_table(live, run_id=record.run_id, started_at=started_at, ui_url=ui_url))
+        console.print(live_table(live, run_id=record.run_id, started_at=record.launched_at, ui_url=ui_url))
     else:
         console.print(f"{record.run_id}: {state_of(record, document)}", highlight=False)
         if summary is not None:
@@ -109,7 +109,7 @@ def stop_run(record: RunRecord, console: Console) -> None:
         return
     path = record.config_path or ""
     console.print(
-        f"Go on with:\n  repertory up {path} --resume {record.run_id}",
+        f"Go on with:\n  {command()} up {path} --resume {record.run_id}",
         highlight=False,
         markup=False,
         soft_wrap=True,

@@ -19,6 +19,7 @@ from rich.text import Text
 from deployments.home import admin_key, new_run_id
 from deployments.live_view import clock, live_table, plain_line
 from deployments.local import Launch
+from deployments.terminal import console
 from model_runtime.config import RunConfig
 from model_runtime.coordinator import read_run
 from model_runtime.errors import RepertoryError, RunFailedError
@@ -75,7 +76,8 @@ class TerminalView:
             self._live = None
 
     def say(self, line: str) -> None:
-        self._console.print(f"[dim]\\[{clock(time.time() - self._started_at)}][/dim] {line}", highlight=False)
+        at = clock(time.time() - self._started_at)
+        self._console.print(f"[dim]\\[{at}][/dim] {line}", highlight=False, soft_wrap=True)
 
     def show(self, status: GatewayStatus | None, phase: str) -> None:
         if self._live is not None:
@@ -90,7 +92,10 @@ class TerminalView:
         elif time.time() - self._printed_at > PLAIN_EVERY_S:
             self._printed_at = time.time()
             self._console.print(
-                plain_line(status, started_at=self._started_at), highlight=False, markup=False
+                plain_line(status, started_at=self._started_at),
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
             )
 
     def _table(self, status: GatewayStatus) -> Any:
@@ -190,7 +195,7 @@ def train(config: RunConfig, *, run_id: str | None = None, quiet: bool = False) 
     after a Ctrl-C; either way no process is left.
     """
     name = run_id or new_run_id(config.name)
-    with TerminalView(Console(stderr=True, quiet=quiet), run_id=name) as view:
+    with TerminalView(console(stderr=True, quiet=quiet), run_id=name) as view:
         launch = Launch(config, name, view.say)
         try:
             return run_interruptible(lambda: run_to_end(launch, view))

@@ -39,7 +39,7 @@ class LocalStore(Store):
 
     def _create(self, key: str, data: bytes) -> bool:
         path = self._path(key)
-        with _translated("put_if_absent", self.uri(key)):
+        with _translated("create", self.uri(key)):
             temp = _write_beside(path, data)
             try:
                 return self._link(temp, path)
@@ -58,7 +58,7 @@ class LocalStore(Store):
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
             raise StoreUnsafeError(
-                f"put_if_absent {path.as_uri()}: this file system has no hard links, so it can't be "
+                f"create {path.as_uri()}: this file system has no hard links, so it can't be "
                 f"guaranteed that an object is created only once. {SINGLE_WRITER_HINT}"
             ) from error
         return True
@@ -81,7 +81,7 @@ class LocalStore(Store):
         return sorted(found)
 
     def children(self, prefix: str) -> list[str]:
-        with _translated("children", self.uri(prefix)):
+        with _translated("list", self.uri(prefix)):
             try:
                 entries = list(os.scandir(self._folder(prefix)))
             except (FileNotFoundError, NotADirectoryError):

@@ -100,7 +100,7 @@ def _from_answer(what: str, uri: str, answer: dict[str, Any]) -> StoreError:
         return ObjectNotFoundError(f"{what}: no such object")
     if status in (301, 307, 308):
         return StoreError(f"{what}: the bucket is elsewhere ({shown}); set AWS_DEFAULT_REGION to its region")
-    if status == 501 and what.startswith("put_if_absent "):
+    if status == 501 and what.startswith("create "):
         return StoreUnsafeError(
             f"{what}: the store has no conditional writes ({shown}). {SINGLE_WRITER_HINT}"
         )

@@ -57,15 +57,13 @@ class S3Store(Store):
 
     def _create(self, key: str, data: bytes) -> bool:
         if len(data) >= _LARGEST_PUT_BYTES:
-            raise StoreError(
-                f"put_if_absent {self.uri(key)}: {len(data)} bytes; S3 takes at most 5 GiB at once"
-            )
+            raise StoreError(f"create {self.uri(key)}: {len(data)} bytes; S3 takes at most 5 GiB at once")
 
         async def call(fs: s3fs.S3FileSystem, _: asyncio.Timeout) -> bool:
             try:
                 await fs._pipe_file(self._object(key), data, chunksize=_SINGLE_PUT_BYTES, mode="create")
             except Exception as error:
-                translated = s3_error("put_if_absent", self.uri(key), error)
+                translated = s3_error("create", self.uri(key), error)
                 if not isinstance(translated, ConditionFailedError):
                     raise
                 # Some stores answer "conflict" while a writer that may still fail is at work.
@@ -74,7 +72,7 @@ class S3Store(Store):
                 return False
             return True
 
-        return self._run("put_if_absent", key, call, num_bytes=len(data))
+        return self._run("create", key, call, num_bytes=len(data))
 
     def get(self, key: str) -> bytes:
         check_key(key)
@@ -118,7 +116,7 @@ class S3Store(Store):
                 ]
             return found
 
-        names = {key.rsplit("/", 1)[-1] for key in self._run("children", prefix, call)}
+        names = {key.rsplit("/", 1)[-1] for key in self._run("list", prefix, call)}
         return sorted(filter(visible, names))
 
     async def _pages(

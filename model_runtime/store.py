@@ -70,7 +70,7 @@ class Store(ABC):
                 return True
         if self.get(key) == data:
             return False
-        raise ObjectExistsError(f"put_if_absent {self.uri(key)}: an object with other bytes is already there")
+        raise ObjectExistsError(f"create {self.uri(key)}: an object with other bytes is already there")
 
     @abstractmethod
     def _create(self, key: str, data: bytes) -> bool:

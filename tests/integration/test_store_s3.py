@@ -75,7 +75,7 @@ def test_what_is_put_is_got_listed_and_deleted(store: Store) -> None:
 def test_creating_twice_is_true_then_false_then_refused(store: Store) -> None:
     assert store.put_if_absent("k", b"same") is True
     assert store.put_if_absent("k", b"same") is False
-    with pytest.raises(ObjectExistsError, match=r"put_if_absent s3://.*/k: .*other bytes"):
+    with pytest.raises(ObjectExistsError, match=r"create s3://.*/k: .*other bytes"):
         store.put_if_absent("k", b"other")
     assert store.get("k") == b"same"
 

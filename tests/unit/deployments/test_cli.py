@@ -169,6 +169,24 @@ def test_export_names_the_models_it_knows(
     assert "unknown model 'other'; models are ['planner_model']" in " ".join(err.split())
 
 
+def test_export_from_a_store_without_the_run_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (
+        "export",
+        "run-1",
+        "m",
+        "--to",
+        str(tmp_path / "out"),
+        "--store",
+        str(tmp_path / "elsewhere"),
+    )
+    code, _, err = run_main(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert "no run 'run-1' in" in err
+    assert "elsewhere" in err
+
+
 def test_going_on_needs_no_file(config_file: Path) -> None:
     config = known_run(config_file)
     assert cli._what_to_run(None, None, "run-1") == (config, str(config_file), "run-1")

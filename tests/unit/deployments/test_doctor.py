@@ -8,7 +8,9 @@ import socket
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
 from deployments.doctor import Check, run_checks
@@ -185,3 +187,24 @@ def test_an_unreachable_store_is_named(raw, tmp_path):
     (tmp_path / "a-file").write_text("")
     raw["store"] = {"url": str(tmp_path / "a-file")}
     assert refused(checks(raw)) == ["store"]
+
+
+def test_lora_targets_the_model_does_not_have_are_named_with_those_it_has(raw, tmp_path):
+    model = raw["multi_model"]["models"][0] | {"lora": {"target_modules": ["q_proj", "nosuch"]}}
+    raw["multi_model"]["models"] = [model]
+    names = ("q_proj", "v_proj")
+    weights = {f"model.layers.0.self_attn.{name}.weight": np.zeros((2, 2), np.float32) for name in names}
+    save_file(weights, tmp_path / "base" / "model.safetensors")
+    found = checks(raw)
+    assert refused(found) == ["m: files"]
+    assert "lora.target_modules names nosuch" in found["m: files"].detail
+    assert "q_proj, v_proj" in found["m: files"].fix
+    model["lora"] = {"target_modules": ["q_proj"]}
+    assert refused(checks(raw)) == []
+
+
+def test_a_damaged_weight_file_is_named(raw):
+    raw["multi_model"]["models"][0]["lora"] = {"target_modules": ["q_proj"]}
+    found = checks(raw)["m: files"]
+    assert not found.ok
+    assert "model.safetensors can't be read" in found.detail

@@ -45,6 +45,14 @@ def test_a_second_launcher_is_told_who_holds_the_home() -> None:
         pass
 
 
+def test_a_second_launcher_is_told_how_to_stop_the_run() -> None:
+    script = "from deployments.home import exclusive_home\nwith exclusive_home(): print('in')"
+    record = StackRecord(pid=os.getpid(), api_url="http://127.0.0.1:1/api", run_id="run-1")
+    with exclusive_home(), announced_stack(record):
+        second = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "stop it (`repertory stop run-1`)" in second.stderr
+
+
 def test_the_home_is_free_again_after_an_error() -> None:
     with pytest.raises(ValueError, match="boom"), exclusive_home():
         raise ValueError("boom")

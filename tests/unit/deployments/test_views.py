@@ -107,6 +107,12 @@ def test_the_table_names_the_run_the_dashboard_and_the_executions() -> None:
     assert "64 running in 8 groups, 1 more wait to open" in text
 
 
+def test_the_table_is_whole_on_eighty_columns() -> None:
+    table = live_table(gateway(solver_model=status()), run_id="r", started_at=time.time(), ui_url="http://ui")
+    row = next(line for line in rendered(table, width=80).splitlines() if "solver_model" in line)
+    assert row.split() == ["solver_model", "training", "5/18", "0.38", "v4", "7/12", "0.4", "52"]
+
+
 def test_without_a_terminal_the_same_in_a_line() -> None:
     line = plain_line(gateway(solver_model=status()), started_at=time.time())
     assert "solver_model: training, step 5/18, reward 0.38, v4, queue 7/12, staleness 0.4, 52 tok/s" in line

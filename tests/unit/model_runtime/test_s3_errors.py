@@ -45,10 +45,10 @@ def test_the_http_status_decides(
     error: Exception = answered(status, code)
     if translated_by_s3fs:
         error = translate_boto_error(error)
-    found = s3_error("put_if_absent", "s3://b/k", error)
+    found = s3_error("create", "s3://b/k", error)
     assert type(found) is kind
     assert said in str(found)
-    assert str(found).startswith("put_if_absent s3://b/k: ")
+    assert str(found).startswith("create s3://b/k: ")
 
 
 def test_an_answer_without_a_message_is_no_trouble() -> None:

@@ -140,7 +140,7 @@ def test_a_silent_endpoint_costs_no_more_than_the_operation_limit(
 def test_an_endpoint_nobody_listens_on_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes.use_s3(monkeypatch, "http://user:topsecret@127.0.0.1:9")
     store = open_store(StoreConfig(url="s3://bucket/runs", max_attempts=2, operation_timeout_s=10))
-    with pytest.raises(StoreUnavailableError, match="children s3://bucket/runs") as caught:
+    with pytest.raises(StoreUnavailableError, match="list s3://bucket/runs") as caught:
         store.check()
     assert "topsecret" not in str(caught.value)
 

@@ -62,7 +62,7 @@ def test_a_folder_whose_objects_are_gone_is_no_child(local_store: Store) -> None
 def test_creating_twice_is_true_then_false_then_refused(local_store: Store) -> None:
     assert local_store.put_if_absent("k", b"same") is True
     assert local_store.put_if_absent("k", b"same") is False
-    with pytest.raises(ObjectExistsError, match=r"put_if_absent file:///.*/k: .*other bytes"):
+    with pytest.raises(ObjectExistsError, match=r"create file:///.*/k: .*other bytes"):
         local_store.put_if_absent("k", b"other")
     assert local_store.get("k") == b"same"
 
