@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from prefect.client.schemas.actions import DeploymentScheduleCreate
@@ -15,6 +16,7 @@ from flows.evaluate import evaluate
 from flows.model_runtime import model_runtime
 from flows.multi_model_training import multi_model_training
 from flows.rollout import rollout
+from flows.run_form import prefilled
 from model_runtime.config import RunConfig
 from model_runtime.errors import ConfigError
 
@@ -48,22 +50,38 @@ def deployments_of(
     made.append(model_runtime.to_deployment(DEFAULT, **common))
     made += [rollout.to_deployment(name, **common) for name in dict.fromkeys((config.name, DEFAULT))]
     # The forms of the UI start from this config.
-    parameters = {"run_id": "", "config": config.model_dump(mode="json")}
-    made.append(
-        evaluate.to_deployment(
-            config.name,
-            parameters=parameters,
-            tags=[ours],
-            # While one evaluation is at work another would find the same versions.
-            concurrency_limit=ConcurrencyLimitConfig(
-                limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW
-            ),
-            schedules=_schedules(config) if scheduled else [],
-            **common,
-        )
+    parameters = {"run_id": "", "config": config.model_dump(mode="json", exclude_defaults=True)}
+    evaluation: Any = evaluate.to_deployment(
+        config.name,
+        parameters=parameters,
+        tags=[ours],
+        # While one evaluation is at work another would find the same versions.
+        concurrency_limit=ConcurrencyLimitConfig(
+            limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW
+        ),
+        schedules=_schedules(config) if scheduled else [],
+        **common,
     )
-    made.append(multi_model_training.to_deployment(config.name, parameters=parameters, tags=[ours], **common))
-    return made
+    newest = [{"model_id": model.model_id, "version": "latest"} for model in config.models]
+    _show(evaluation, {"versions": newest})
+    training: Any = multi_model_training.to_deployment(
+        config.name, parameters=parameters, tags=[ours], **common
+    )
+    _show(training, prefilled(config))
+    return [*made, evaluation, training]
+
+
+def _show(deployment: RunnerDeployment, values: dict[str, Any]) -> None:
+    """Let the form's fields begin with these values.
+
+    They are defaults of the schema and not parameters of the deployment, so that a run started with a
+    `config` alone gets that config. Prefect has no public way to a deployment's own schema.
+    """
+    schema = deployment._parameter_openapi_schema
+    properties = copy.deepcopy(schema.properties)
+    for name, value in values.items():
+        properties[name]["default"] = value
+    deployment._parameter_openapi_schema = schema.model_copy(update={"properties": properties})
 
 
 def _schedules(config: RunConfig) -> list[DeploymentScheduleCreate]:

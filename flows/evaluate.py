@@ -21,6 +21,7 @@ from flows.multi_model_training import (
     take_over,
     watch_children,
 )
+from flows.run_form import ConfigBox, RunId, checked, settled_config
 from model_runtime.config import RunConfig
 from model_runtime.errors import RunFailedError
 from model_runtime.evaluation import (
@@ -62,18 +63,27 @@ def _run_name() -> str:
     on_crashed=[cancel_children_of],
     on_failure=[cancel_children_of],
     persist_result=False,
+    validate_parameters=False,  # by settled_config, whose message can be read
 )
-async def evaluate(run_id: str = "", versions: list[ModelVersion] | None = None, *, config: RunConfig) -> Any:
+async def evaluate(
+    run_id: RunId = "",
+    versions: list[ModelVersion] = [],  # noqa: B006 - a flow's defaults are its form's
+    config_from: str = "",
+    config: ConfigBox = None,
+) -> Any:
     """Works on the held-out tasks with versions from the store, outside of any training.
 
     The same evaluation is done once: asked again, its outcome is shown.
 
     Args:
         run_id: Run whose versions are evaluated. Empty: the newest run of this config.
-        versions: Which version of which model. A model not named here: its latest.
-        config: Models, agents, workflow, store, and how to evaluate.
-    """
-    outcome = await run_watched(_evaluate(config, run_id, versions or []))
+        versions: Which version of which model: a number, latest, or base. A model not named here: its latest.
+        config_from: Name of another registered config, or path of a YAML file on the machine that runs this, in place of the config below. Empty: the config below.
+        config: Models, agents, workflow, store, and how to evaluate, as in a config file.
+    """  # noqa: E501 - Prefect's form keeps the line breaks
+    settings = await settled_config(config, config_from=config_from)
+    chosen = checked("versions", list[ModelVersion], versions)
+    outcome = await run_watched(_evaluate(settings, run_id, chosen))
     if isinstance(outcome, Stopped):
         return Cancelled(message=f"stopped: {outcome.reason}")
     return outcome.value

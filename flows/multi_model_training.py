@@ -9,13 +9,24 @@ import socket
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from prefect import flow
 from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled
 
-from model_runtime.config import RunConfig
+from flows.run_form import (
+    TRAINING_FLOW,
+    ConfigBox,
+    ModelChoice,
+    RunId,
+    Seed,
+    StepLimit,
+    TimeLimit,
+    settled_config,
+)
+from model_runtime.config import AgentRoute, RunConfig
 from model_runtime.coordinator import (
     CheckpointCoordinator,
     begin_run,
@@ -95,8 +106,11 @@ def run_id_for(config: RunConfig, run_id: str, flow_run_id: str | None) -> str:
 
 def config_name(parameters: dict[str, Any]) -> str:
     """Name of the config among a flow run's parameters, which are not validated yet when a run is named."""
-    config = parameters["config"]
-    return config.get("name", "default") if isinstance(config, dict) else config.name
+    config = parameters.get("config")
+    if isinstance(config, RunConfig):
+        return config.name
+    given = config.get("name") if isinstance(config, dict) else None
+    return str(given or Path(parameters.get("config_from") or "default").stem)
 
 
 def _run_name() -> str:
@@ -105,22 +119,47 @@ def _run_name() -> str:
 
 
 @flow(
-    name="multi-model-training",
+    name=TRAINING_FLOW,
     flow_run_name=_run_name,
     on_cancellation=[cancel_children_of],
     on_crashed=[cancel_children_of],
     on_failure=[cancel_children_of],
     persist_result=False,
+    validate_parameters=False,  # by settled_config, whose message can be read
 )
-async def multi_model_training(run_id: str = "", *, config: RunConfig) -> Any:
+async def multi_model_training(
+    run_id: RunId = "",
+    seed: Seed = None,
+    max_steps: StepLimit = None,
+    max_duration_s: TimeLimit = None,
+    config_from: str = "",
+    models: list[ModelChoice] = [],  # noqa: B006 - a flow's defaults are its form's
+    agents: list[AgentRoute] = [],  # noqa: B006
+    config: ConfigBox = None,
+) -> Any:
     """Trains several policies at once from the work of a multi-agent system.
 
     Args:
         run_id: Name of the run. The name of an earlier run goes on with it. Empty: a new name.
-        config: Models, agents, workflow and store.
-    """
-    run_id = run_id_for(config, run_id, this_run.id)
-    outcome = await run_watched(lead(config, run_id))
+        seed: Seeds adapters, task order and samplers. Empty: as the config says.
+        max_steps: Training steps after which each model is only served. Empty: as the config says.
+        max_duration_s: The run drains after this many seconds. Empty: as the config says.
+        config_from: Name of another registered config, or path of a YAML file on the machine that runs this, in place of the config below. Empty: the config below.
+        models: The policies. Empty: as the config says.
+        agents: Which model answers for which agent. Empty: as the config says.
+        config: Everything else, as in a config file. What the fields above say goes before it.
+    """  # noqa: E501 - Prefect's form keeps the line breaks
+    settings = await settled_config(
+        config,
+        config_from=config_from,
+        models=models,
+        agents=agents,
+        seed=seed,
+        max_steps=max_steps,
+        max_duration_s=max_duration_s,
+    )
+    run_id = run_id_for(settings, run_id, this_run.id)
+    outcome = await run_watched(lead(settings, run_id))
     if isinstance(outcome, Stopped):
         return Cancelled(message=f"stopped: {outcome.reason}; the run can be resumed as {run_id!r}")
     return outcome.value.headline

@@ -59,8 +59,7 @@ def parse_config(raw: dict[str, Any], *, source: str = "config") -> RunConfig:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        lines = [_describe(detail) for detail in error.errors(include_url=False)]
-        raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None
+        raise ConfigError(f"{source}:\n  " + "\n  ".join(describe_mistakes(error))) from None
 
 
 def parse_store(url: str) -> StoreConfig:
@@ -68,7 +67,15 @@ def parse_store(url: str) -> StoreConfig:
     try:
         return StoreConfig(url=url if "://" in url else str(Path(url).expanduser().resolve()))
     except ValidationError as error:
-        raise ConfigError("store: " + "; ".join(map(_describe, error.errors(include_url=False)))) from None
+        raise ConfigError("store: " + "; ".join(describe_mistakes(error))) from None
+
+
+def describe_mistakes(error: ValidationError, path: str = "") -> list[str]:
+    """One line a mistake: the path of the field, below `path`, what is allowed, and what was given."""
+    return [
+        _describe({**detail, "loc": (*filter(None, [path]), *detail["loc"])})
+        for detail in error.errors(include_url=False)
+    ]
 
 
 def _describe(detail: Any) -> str:

@@ -38,7 +38,7 @@ class ModelVersion(Section):
     model_id: str
     """Model of the run."""
     version: Choice = "latest"
-    """A number, `latest`: the newest committed one, or `base`: the model without an adapter."""
+    """A number; latest: the newest committed one; base: the model without an adapter."""
 
 
 class EvaluationPlan(Document):

@@ -180,6 +180,26 @@ def test_a_pool_that_is_not_there_is_refused_with_the_command_that_makes_it(
     assert "prefect work-pool create gpus --type process" in refused.stderr
 
 
+def test_a_run_with_a_bad_value_is_refused_by_the_server_and_never_created(
+    environment: dict[str, str], repertory: Command, tmp_path: Path
+) -> None:
+    assert repertory("deploy", write_config(tmp_path, "shop", alpha="/a"), "--pool", POOL).returncode == 0
+    training = deployed(environment)["multi_model_training/shop"]
+    shown = training["parameter_openapi_schema"]["properties"]
+    assert shown["models"]["default"][0]["model_id"] == "alpha"
+    assert shown["seed"]["default"] == 0
+    url = f"{environment['PREFECT_API_URL']}/deployments/{training['id']}/create_flow_run"
+    for given, complaint in (
+        ({"seed": -1}, "'seed'. Failure reason: -1 is less than the minimum of 0"),
+        ({"config": {"multi_model": {"models": []}}}, "config"),
+    ):
+        refused = httpx.post(url, json={"parameters": given}, timeout=10, trust_env=False)
+        assert refused.status_code == 409
+        assert complaint in refused.json()["detail"]
+    taken = httpx.post(url, json={"parameters": {"seed": 3, "max_steps": 2}}, timeout=10, trust_env=False)
+    assert taken.status_code == 201
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_worker_runs_a_training_and_then_evaluates_its_versions(
@@ -194,8 +214,12 @@ def test_a_worker_runs_a_training_and_then_evaluates_its_versions(
     store, layout = open_store(StoreConfig(url=str(tmp_path / "runs"))), RunLayout("run-1")
 
     def run_deployment(flow: str, **parameters: Any) -> None:
+        ended = ask_and_watch(flow, **parameters)
+        assert ended.returncode == 0, ended.stdout + ended.stderr + (tmp_path / "worker.log").read_text()
+
+    def ask_and_watch(flow: str, **parameters: Any) -> subprocess.CompletedProcess[str]:
         given = [f"--param={name}={json.dumps(value)}" for name, value in parameters.items()]
-        ended = subprocess.run(
+        return subprocess.run(
             [
                 *(sys.executable, "-m", "prefect", "deployment", "run", f"{flow}/{name}"),
                 *(*given, "--watch", "--watch-timeout", "600"),
@@ -205,10 +229,15 @@ def test_a_worker_runs_a_training_and_then_evaluates_its_versions(
             text=True,
             timeout=700,
         )
-        assert ended.returncode == 0, ended.stdout + ended.stderr + (tmp_path / "worker.log").read_text()
 
     worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL]
     with _process(worker, environment, tmp_path / "worker.log"):
+        mistaken = ask_and_watch(
+            "multi-model-training", config_from=name, agents=[{"agent_id": "planner_agent", "model_id": "x"}]
+        )
+        assert mistaken.returncode == 1
+        assert "agent_model_mapping.planner_agent: unknown model 'x'" in mistaken.stdout + mistaken.stderr
+
         run_deployment("multi-model-training", run_id="run-1")
         summary = read_summary(store, layout)
         assert summary is not None

@@ -20,7 +20,6 @@ from flows.multi_model_training import (
     drain,
     evaluate,
     follow,
-    multi_model_training,
     run_id_for,
     stop_children,
     watch_children,
@@ -164,17 +163,6 @@ async def run(local_store: Store, prefect: FakePrefect) -> Any:
 
 async def within(work: Any, limit_s: float = 5) -> Any:
     return await asyncio.wait_for(work, limit_s)
-
-
-def test_the_form_of_the_ui_has_the_config_and_refuses_a_bad_one() -> None:
-    schema = multi_model_training.parameters
-    assert list(schema.properties) == ["run_id", "config"]
-    assert schema.required == ["config"]
-    assert "RunConfig" in (schema.definitions or {})
-    with pytest.raises(Exception, match="unknown model 'c'"):
-        multi_model_training.validate_parameters(
-            {"run_id": "", "config": config().model_dump() | {"agent_model_mapping": {"x": "c"}}}
-        )
 
 
 def test_a_run_without_a_name_is_named_by_its_flow_run() -> None:
