@@ -1,14 +1,15 @@
-"""A generation that goes on under a newer version: what is kept of it, and who interrupts it.
+"""A generation that goes on in another attempt: what is kept of it, and who interrupts it.
 
-What one version sampled stays as it was sampled, with its logprobs. The next attempt is given it as prompt
-and what is left of the budget; the answer is all of it together.
+It goes on under a newer version, or on another server when a stream broke off. What was sampled stays as it
+was sampled, with its logprobs. The next attempt is given it as prompt and what is left of the budget; the
+answer is all of it together.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +18,9 @@ import numpy as np
 
 from gateway.bindings import GatewayBindingRegistry, ModelBinding, Placement
 from gateway.chains import VersionSpan
+from gateway.text_stream import MAX_HELD_TOKENS, UNREADABLE, num_begun
 from model_runtime.errors import BackendRejectedError, BackendUnavailableError
-from model_runtime.llm_client import Generation
+from model_runtime.llm_client import Generation, GenerationChunk, join_chunks
 from model_runtime.types import Int32Array
 
 logger = logging.getLogger(__name__)
@@ -30,8 +32,8 @@ REPEAT_ABORT_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class Pieces:
-    """What interrupted attempts sampled of one answer, one version after another. `keep` hears of each
-    version that tokens are kept of."""
+    """What attempts sampled of one answer before they ended too early, one after another. `keep` hears of
+    each version that tokens are kept of."""
 
     keep: Callable[[int], None]
     generations: list[Generation] = field(default_factory=list)
@@ -52,6 +54,14 @@ class Pieces:
             self.generations.append(piece)
             self.versions.append(VersionSpan(version, len(piece.token_ids)))
             self.keep(version)
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.generations.clear()
+        self.versions.clear()
+
+    def seam(self, decode: Callable[[Sequence[int]], str], stops: Iterable[str]) -> StopAtSeam:
+        return StopAtSeam(decode, stops, [id_ for piece in self.generations for id_ in piece.token_ids])
 
     def settings_for_the_rest(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The budget is one for all pieces. A seed is moved on: the same one would draw again what was drawn
@@ -76,6 +86,74 @@ class Pieces:
             num_cached_tokens=first.num_cached_tokens,
         )
         return whole, versions
+
+
+class StopAtSeam:
+    """Looks for a stop string that begins in what there is of an answer and ends in what comes: the server
+    that goes on does not see it, because to it the former is prompt."""
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stops: Iterable[str], ids_before: Sequence[int]
+    ) -> None:
+        self._decode = decode
+        self._stops = [stop for stop in stops if stop]
+        longest = max(map(len, self._stops), default=0)
+        self._window = [int(id_) for id_ in ids_before[-(longest + MAX_HELD_TOKENS) :]]
+        self._num_left = longest + MAX_HELD_TOKENS  # tokens, after which the server sees it whole
+        before = decode(self._window) if self._stops else ""
+        self._num_before = len(before.rstrip(UNREADABLE))
+        self.is_open = bool(ids_before) and self._may_end_in_what_comes(before)
+
+    def push(self, ids: Sequence[int]) -> tuple[int, str] | None:
+        """How many of these tokens there are up to the end of a stop string, and which it is."""
+        for number, id_ in enumerate(ids, start=1):
+            if not self.is_open:
+                return None
+            self._window.append(id_)
+            self._num_left -= 1
+            text = self._decode(self._window)
+            found = next((stop for stop in self._stops if stop in text), None)
+            if found is not None:
+                return number, found
+            self.is_open = self._num_left > 0 and self._may_end_in_what_comes(text)
+        return None
+
+    def _may_end_in_what_comes(self, text: str) -> bool:
+        """Does one begin before the seam that has not ended yet?"""
+        if not self._stops:
+            return False
+        num_after = len(text) - self._num_before
+        return text.endswith(UNREADABLE) or num_begun(text, self._stops) > num_after
+
+
+def cut_at_stop(chunk: GenerationChunk, num_tokens: int, stop: str) -> GenerationChunk:
+    """The last chunk of a stream in which a stop string ends after so many tokens."""
+    return replace(
+        chunk,
+        token_ids=chunk.token_ids[:num_tokens],
+        logprobs=chunk.logprobs[:num_tokens],
+        top_logprobs=chunk.top_logprobs[:num_tokens],
+        finish_reason="stop",
+        stop_reason=stop,
+    )
+
+
+def broken_off(chunks: Sequence[GenerationChunk], *, num_prompt_tokens: int, url: str) -> Generation | None:
+    """What a stream brought before it broke off, ended by "abort". None: no token, or it was at its end."""
+    if not any(chunk.token_ids for chunk in chunks) or any(chunk.finish_reason for chunk in chunks):
+        return None
+    try:
+        end = GenerationChunk(finish_reason="abort")
+        return joined_early([*chunks, end], num_prompt_tokens=num_prompt_tokens, url=url)
+    except BackendUnavailableError:
+        return None  # what came is nonsense, too
+
+
+def joined_early(chunks: Sequence[GenerationChunk], *, num_prompt_tokens: int, url: str) -> Generation:
+    """The generation of a stream that was left, or lost, before it said how many tokens it had."""
+    num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+    counts = GenerationChunk(num_prompt_tokens=num_prompt_tokens, num_completion_tokens=num_tokens)
+    return join_chunks([*chunks, counts], url=url)
 
 
 @dataclass(slots=True, eq=False)

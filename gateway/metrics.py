@@ -81,6 +81,9 @@ class GatewayMetrics:
         self._interrupted = counter(
             "interruptions", "Generations that went on under a newer version than they began with", "model"
         )
+        self._kept_whole = counter(
+            "kept_whole", "Generations a newer version could not take over, by the setting", "model", "reason"
+        )
         self._breaks = counter("chain_breaks", "Conversations the template would not continue", "model")
         self._rollbacks = counter("rollbacks", "Last turns taken back: the agent rewrote them", "model")
         self._rolled_back = counter("rolled_back_tokens", "Sampled tokens of those turns", "model")
@@ -128,6 +131,10 @@ class GatewayMetrics:
 
     def count_interruption(self, model_id: str) -> None:
         self._interrupted.labels(model_id).inc()
+
+    def count_kept_whole(self, model_id: str, reason: str) -> None:
+        """With partial_rollout, a generation finished under a version that was not the newest any more."""
+        self._kept_whole.labels(model_id, reason).inc()
 
     def count_rollback(self, model_id: str, num_tokens: int) -> None:
         self._rollbacks.labels(model_id).inc()

@@ -139,7 +139,8 @@ class MultiModelGatewayRouter:
                     choice=index,
                     model_id=model_id,
                     parses=self._parses(call, model_id),
-                    interruptible=self._interruptible(call, model_id, settings, codec),
+                    partial_rollout=self._models[model_id].async_training.partial_rollout,
+                    kept_whole_by=_kept_whole_by(call, settings),
                     request_id=uuid.uuid4().hex,
                     prompt_ids=choice.prompt_ids(),
                     settings=_server_sampling(settings, call, codec, max_tokens=room, choice=index),
@@ -317,13 +318,6 @@ class MultiModelGatewayRouter:
         rollout = self._models[model_id].rollout
         return bool(call.tools and rollout.tool_call_parser) or rollout.reasoning_parser is not None
 
-    def _interruptible(self, call: ChatCall, model_id: str, settings: Settings, codec: ChatCodec) -> bool:
-        """May a generation go on under another version? Not where the server looks at what it sampled so
-        far (penalties, stop strings, grammars): to it, what is continued is prompt."""
-        weighs = any(settings.get(name) for name in ("presence_penalty", "frequency_penalty"))
-        weighs = weighs or call.forces_call or any(codec.special_token_id(text) is None for text in call.stop)
-        return self._models[model_id].async_training.partial_rollout and not weighs
-
     # -------------------------------------------------------------- after
 
     def _out_of_room(
@@ -363,6 +357,14 @@ async def _together(samples: list[Coroutine[Any, Any, Sampled]]) -> list[Sampled
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+def _kept_whole_by(call: ChatCall, settings: Settings) -> str:
+    """Why another attempt can't go on with the call's generation exactly: the server looks at what it sampled
+    itself, and to it what is continued is prompt. Empty when one can."""
+    if call.forces_call:
+        return "tool_choice"
+    return next((name for name in ("presence_penalty", "frequency_penalty") if settings.get(name)), "")
 
 
 @contextmanager

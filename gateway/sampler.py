@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,15 @@ from gateway.bindings import GatewayBindingRegistry, ModelBinding, Placement
 from gateway.chains import VersionSpan
 from gateway.codec import ChatCodec
 from gateway.conversation import Answer, ChatCall, DeltaSink, ReplyDelta, ToolCall, arguments_object
-from gateway.interruption import Interruption, Pieces, interrupted_at_a_new_version
+from gateway.interruption import (
+    Interruption,
+    Pieces,
+    StopAtSeam,
+    broken_off,
+    cut_at_stop,
+    interrupted_at_a_new_version,
+    joined_early,
+)
 from gateway.metrics import GatewayMetrics
 from gateway.session import Session
 from gateway.text_stream import before_stop
@@ -50,7 +58,8 @@ class Sampling:
     choice: int
     model_id: str
     parses: bool  # the server's parsers are to read the answer
-    interruptible: bool  # a new version takes it over
+    partial_rollout: bool  # a new version takes it over
+    kept_whole_by: str  # why no other attempt can go on with it exactly; empty when one can
     request_id: str
     prompt_ids: Int32Array
     settings: dict[str, Any]
@@ -64,6 +73,7 @@ class Sampling:
     stream: AnswerStream | None = None  # what the listener hears of it
     num_received_tokens: int = 0  # by all attempts, kept or not
     stream_is_ahead: bool = False  # it was given tokens of an attempt that may still break off
+    unfinished: Generation | None = None  # what the attempt that just failed had streamed
 
     @property
     def asked(self) -> AskedChat:
@@ -101,9 +111,10 @@ class Sampler:
     async def sample(self, sampling: Sampling) -> Sampled:
         """A whole generation, what it says, and the versions that made it.
 
-        A replica that breaks off is replaced by a ready one until the deadline; nothing of a broken attempt
-        is kept. Once a listener has heard of an attempt there is no other: half of one answer and half of
-        another is none. One that was interrupted by a new version goes on under it from its own tokens."""
+        A replica that breaks off is replaced by a ready one until the deadline. A stream goes on from the
+        tokens it brought, under the version that sampled them or where the model takes a new one over; else
+        nothing of the attempt is kept, and if a listener has heard of it there is no other: half of one
+        answer and half of another is none. One that was interrupted by a new version goes on under it."""
         logs.request_id.set(sampling.request_id)
         try:
             with self._bindings.keeping(sampling.model_id) as keep:
@@ -117,6 +128,7 @@ class Sampler:
         while True:
             binding = await self._room(sampling, ahead=attempt > 0)
             with self._bindings.place(binding, sampling.session.affinity) as place:
+                await _require_version(sampling, pieces, place)
                 try:
                     sampled = await self._attempt(sampling, binding, place, pieces, f"{request_id}-{attempt}")
                 except (BackendUnavailableError, BackendRejectedError) as error:
@@ -130,7 +142,8 @@ class Sampler:
             if _is_the_callers_fault(failure):
                 raise failure
             self._bindings.note_failure(binding, place.replica_id)
-            await _forget_attempt(sampling, failure)
+            if not _keep_unfinished(sampling, pieces, place):
+                await _forget_attempt(sampling, failure)
             self._metrics.count_retry(model_id)
             logger.warning(
                 "request %s to %s, attempt %d: %s", request_id, place.replica_id, attempt + 1, failure
@@ -150,7 +163,7 @@ class Sampler:
         self, sampling: Sampling, binding: ModelBinding, place: Placement, pieces: Pieces, request_id: str
     ) -> Sampled | None:
         """The whole answer; None when a new version interrupted it, with what there is of it in `pieces`."""
-        if sampling.interruptible:
+        if sampling.partial_rollout and not sampling.kept_whole_by:
             watch = interrupted_at_a_new_version(self._bindings, binding, place, request_id)
         else:
             watch = nullcontext(Interruption())
@@ -163,7 +176,11 @@ class Sampler:
                 self._metrics.count_interruption(sampling.model_id)
                 return None
             generation = replace(generation, finish_reason="length")  # ended by itself at that very moment
+        elif sampling.stream_is_ahead and generation.finish_reason == "abort":
+            sampling.unfinished = generation
         _require_whole(generation)
+        if sampling.partial_rollout and sampling.kept_whole_by and binding.published_version != place.version:
+            self._metrics.count_kept_whole(sampling.model_id, sampling.kept_whole_by)
         await _stop_telling(sampling)
         whole, versions = pieces.joined(generation, place.version)
         return Sampled(whole, versions, await self._read(sampling, place, whole))
@@ -178,28 +195,28 @@ class Sampler:
             "request_id": request_id,
         }
         left_s, limit_s = self._seconds_left(sampling), self._attempt_limit_s(sampling, place)
-        if sampling.on_delta is None:
+        seam = pieces.seam(sampling.codec.decode, sampling.settings.get("stop", ()))
+        if sampling.on_delta is None and not seam.is_open:
             generation = await place.client.generate(**arguments, timeout_s=limit_s)
             sampling.num_received_tokens += len(generation.token_ids)
             return generation
-        chunks: list[GenerationChunk] = []
-        sampling.place = place
-        if sampling.stream is None:
-            sampling.stream = self._listen(sampling, place)
-            for piece in pieces.generations:
-                told = GenerationChunk(
-                    piece.token_ids.tolist(), piece.logprobs.tolist(), top_logprobs=piece.top_logprobs
-                )
-                sampling.stream.push(told)
+        if sampling.on_delta is not None:
+            self._go_on_telling(sampling, place, pieces)
         events = place.client.generate_stream(**arguments, timeout_s=left_s, stall_timeout_s=limit_s)
-        async with aclosing(events) as stream:
-            async for chunk in stream:
-                chunks.append(chunk)
-                sampling.num_received_tokens += len(chunk.token_ids)
-                if chunk.token_ids:
-                    sampling.stream_is_ahead = True
-                    sampling.stream.push(chunk)
-        return join_chunks(chunks, url=place.client.url)
+        num_prompt_tokens, url = len(arguments["token_ids"]), place.client.url
+        return await _joined(sampling, events, seam, num_prompt_tokens=num_prompt_tokens, url=url)
+
+    def _go_on_telling(self, sampling: Sampling, place: Placement, pieces: Pieces) -> None:
+        """A listener that hears of this attempt has heard of what it goes on from."""
+        sampling.place = place
+        if sampling.stream is not None:
+            return
+        sampling.stream = self._listen(sampling, place)
+        for piece in pieces.generations:
+            told = GenerationChunk(
+                piece.token_ids.tolist(), piece.logprobs.tolist(), top_logprobs=piece.top_logprobs
+            )
+            sampling.stream.push(told)
 
     async def _settings(self, sampling: Sampling, place: Placement) -> dict[str, Any]:
         if not sampling.call.forces_call:
@@ -298,6 +315,64 @@ def _readable(text: str) -> str:
 
 def _are_objects(calls: Sequence[ToolCall]) -> bool:
     return all(isinstance(arguments_object(call.arguments), dict) for call in calls)
+
+
+async def _joined(
+    sampling: Sampling,
+    events: AsyncGenerator[GenerationChunk, None],
+    seam: StopAtSeam,
+    *,
+    num_prompt_tokens: int,
+    url: str,
+) -> Generation:
+    """What a stream amounts to, told as it comes; left early at a stop string only the gateway can see.
+    Leaves in `sampling` what there is of one that breaks off."""
+    chunks: list[GenerationChunk] = []
+    try:
+        async with aclosing(events) as stream:
+            async for chunk in stream:
+                sampling.num_received_tokens += len(chunk.token_ids)
+                stop = seam.push(chunk.token_ids)
+                chunks.append(chunk if stop is None else cut_at_stop(chunk, *stop))
+                if chunk.token_ids and sampling.stream is not None:
+                    sampling.stream_is_ahead = True
+                    sampling.stream.push(chunks[-1])
+                if stop is not None:
+                    return joined_early(chunks, num_prompt_tokens=num_prompt_tokens, url=url)
+        return join_chunks(chunks, url=url)
+    except BackendUnavailableError:
+        sampling.unfinished = broken_off(chunks, num_prompt_tokens=num_prompt_tokens, url=url)
+        raise
+
+
+def _keep_unfinished(sampling: Sampling, pieces: Pieces, place: Placement) -> bool:
+    """Let the next attempt go on from what the failed one streamed, if it can exactly."""
+    unfinished, sampling.unfinished = sampling.unfinished, None
+    if unfinished is None or sampling.kept_whole_by or not len(unfinished.token_ids):
+        return False
+    settings, num_tokens = sampling.settings, pieces.num_tokens + len(unfinished.token_ids)
+    if unfinished.token_ids[-1] in settings["stop_token_ids"] or num_tokens >= settings["max_tokens"]:
+        return False  # it was at its end
+    pieces.add(unfinished, place.version)
+    sampling.stream_is_ahead = False
+    return True
+
+
+async def _require_version(sampling: Sampling, pieces: Pieces, place: Placement) -> None:
+    """A model whose generations finish under their version goes on with a broken one under it alone. Under
+    another it begins anew, unless a listener has heard of it: raises BackendUnavailableError then."""
+    kept = pieces.versions[-1].version if pieces.versions else place.version
+    if sampling.partial_rollout or kept == place.version:
+        return
+    pieces.forget()
+    sampling.stream_is_ahead = True
+    await _forget_attempt(
+        sampling,
+        BackendUnavailableError(
+            f"a stream broke off under version {kept} of {sampling.model_id!r}, and version {place.version} "
+            "has been published since; with async_training.partial_rollout it would go on"
+        ),
+    )
 
 
 async def _stop_telling(sampling: Sampling) -> None:

@@ -8,12 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 # become one.
 MAX_HELD_TOKENS = 32
 
-_UNREADABLE = "\ufffd"
+UNREADABLE = "\ufffd"
+"""What decoders write for the first bytes of a character."""
 
 
 def before_stop(text: str, stop: str | None) -> str:
     """The text up to the stop string that ended it."""
     return text.partition(stop)[0] if stop else text
+
+
+def num_begun(text: str, stops: Iterable[str]) -> int:
+    """Characters at the end of the text that one of the stop strings begins with."""
+    return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
 
 
 class HeldText:
@@ -27,15 +33,9 @@ class HeldText:
         """What can be given out now."""
         text = self.held + text
         found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        num_safe = min(found) if found else len(text) - self._num_begun(text)
+        num_safe = min(found) if found else len(text) - num_begun(text, self._stop)
         self.held = text[num_safe:]
         return text[:num_safe]
-
-    def _num_begun(self, text: str) -> int:
-        """Characters at the end of the text that a stop string begins with."""
-        return max(
-            (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
-        )
 
 
 class TextStream:
@@ -65,7 +65,7 @@ class TextStream:
     def _advance(self, *, final: bool) -> str:
         text = self._decode(self._window)
         num_pending = len(self._window) - self._num_given
-        if text.endswith(_UNREADABLE) and not final and num_pending <= MAX_HELD_TOKENS:
+        if text.endswith(UNREADABLE) and not final and num_pending <= MAX_HELD_TOKENS:
             return ""
         if len(text) <= len(self._given) and not final:
             return ""  # special tokens so far

@@ -11,8 +11,13 @@ from typing import Any
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
-async def sampled_in_time(server: Any, answer: dict[str, Any]) -> bool:
-    """Takes as long as a token does; False when the request was told to end."""
+async def sampled_in_time(server: Any, answer: dict[str, Any], number: int) -> bool:
+    """Takes as long as a token does; False when the request was told to end, which the server waits for
+    after the first `hold_after` tokens."""
+    if number == server.hold_after:
+        server.hold_after = -1
+        await server.told_to_end[answer["request_id"].removeprefix("generate-tokens-")].wait()
+        return False
     if not server.token_delay_s:
         return True
     ended = server.told_to_end[answer["request_id"].removeprefix("generate-tokens-")]
@@ -24,9 +29,10 @@ async def sampled_in_time(server: Any, answer: dict[str, Any]) -> bool:
     return False
 
 
-def cut(answer: dict[str, Any], length: int) -> dict[str, Any]:
+def cut(server: Any, answer: dict[str, Any], length: int) -> dict[str, Any]:
     """What vLLM answers of a request that was aborted after so many tokens."""
     [choice] = answer["choices"]
+    server.gave[answer["request_id"].removeprefix("generate-tokens-")] = choice["token_ids"][:length]
     kept = {"token_ids": choice["token_ids"][:length], "finish_reason": "abort"}
     kept["logprobs"] = {"content": choice["logprobs"]["content"][:length]}
     usage = {**answer["usage"], "completion_tokens": length}
@@ -36,16 +42,17 @@ def cut(answer: dict[str, Any], length: int) -> dict[str, Any]:
 async def whole_answer(server: Any, answer: dict[str, Any]) -> dict[str, Any]:
     """The answer at once, after the time its tokens take."""
     for i in range(len(answer["choices"][0]["token_ids"])):
-        if not await sampled_in_time(server, answer):
-            return cut(answer, i)
+        if not await sampled_in_time(server, answer, i):
+            return cut(server, answer, i)
     return answer
 
 
 async def stream_answer(server: Any, request: Any, answer: dict[str, Any]) -> Any:
     """The answer as vLLM streams it, a token an event, with the server's `token_delay_s` between them.
 
-    After `break_after` tokens it breaks off: `break_by` "drop" closes the connection, "error" sends an error
-    event, "end" ends the body without [DONE]."""
+    After `break_after` tokens it breaks off, once: `break_by` "drop" closes the connection, "error" sends an
+    error event, "end" ends the body without [DONE], "abort" says that the server ended it, and "stall" sends
+    nothing more. `fail_after_break` is what the next requests are answered."""
     from aiohttp import web
 
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -61,13 +68,19 @@ async def stream_answer(server: Any, request: Any, answer: dict[str, Any]) -> An
     try:
         for i, (id_, entry) in enumerate(zip(ids, entries, strict=True)):
             if i == server.break_after:
-                server.gave[answer["request_id"].removeprefix("generate-tokens-")] = ids[:i]
+                answer, server.break_after = cut(server, answer, i), -1
+                server.fail_next = list(server.fail_after_break)
                 if server.break_by == "drop":
                     request.transport.abort()
                 elif server.break_by == "error":
                     await send({"error": {"message": "the engine died", "type": "x", "code": 500}})
+                elif server.break_by == "stall":
+                    await asyncio.sleep(60)
+                elif server.break_by == "abort":
+                    break
                 return response
-            reason = choice["finish_reason"] if i == len(ids) - 1 else None
+            last = i == len(ids) - 1 and choice["finish_reason"] != "abort"
+            reason = choice["finish_reason"] if last else None
             delta = {
                 "index": 0,
                 "token_ids": [id_],
@@ -76,11 +89,12 @@ async def stream_answer(server: Any, request: Any, answer: dict[str, Any]) -> An
                 "stop_reason": choice["stop_reason"] if reason else None,
             }
             await send({"request_id": answer["request_id"], "choices": [delta], "usage": None})
-            if not await sampled_in_time(server, answer):
-                answer = cut(answer, i + 1)
-                end = {"index": 0, "token_ids": [], "logprobs": None, "finish_reason": "abort"}
-                await send({"request_id": answer["request_id"], "choices": [end], "usage": None})
+            if not await sampled_in_time(server, answer, i + 1):
+                answer = cut(server, answer, i + 1)
                 break
+        if answer["choices"][0]["finish_reason"] == "abort":  # said in an event of its own
+            end = {"index": 0, "token_ids": [], "logprobs": None, "finish_reason": "abort"}
+            await send({"request_id": answer["request_id"], "choices": [end], "usage": None})
         await send({"request_id": answer["request_id"], "choices": [], "usage": answer["usage"]})
         await send(b"[DONE]")
     except (asyncio.CancelledError, ConnectionError):

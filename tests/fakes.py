@@ -374,8 +374,10 @@ class FakeRolloutServer:
         self.delay_s = 0.0
         self.finish_reason = "stop"
         self.token_delay_s = 0.0
-        self.break_after, self.break_by = -1, "drop"  # of streams
+        self.break_after, self.break_by = -1, "drop"  # of the next stream that is so long
+        self.fail_after_break: Sequence[int | str] = ()  # what follows it in `fail_next`
         self.ignore_aborts = False
+        self.hold_after = -1  # tokens of the next answer, after which it waits to be told to end
         self.answer_of: Callable[[dict[str, Any]], list[int]] | None = None  # ids, in place of `answers`
         self.told_to_end: dict[str, asyncio.Event] = {}  # by request id, of what runs
         self.derendered: list[dict[str, Any]] = []
@@ -478,7 +480,7 @@ class FakeRolloutServer:
         limit = body["sampling_params"]["max_tokens"]
         whole = self.answer_ids(text) if self.answer_of is None else self.answer_of(body)
         whole, stopped_by = until_stop(self, whole, body["sampling_params"].get("stop", ()))
-        ids = whole[:limit]
+        ids = whole[: min(limit, len(whole) - 1) if aborted else limit]
         self.num_sampled += len(ids)
         self.gave[body["request_id"]] = ids
         num_top = body["sampling_params"]["logprobs"]

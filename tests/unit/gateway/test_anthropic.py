@@ -189,17 +189,17 @@ def test_errors_have_anthropics_shape(tools: GatewayHarness) -> None:
         client.messages.count_tokens(model="m", messages=HELLO)
 
 
-def test_a_stream_that_breaks_off_is_an_error_of_the_sdk(tools: GatewayHarness) -> None:
+def test_a_stream_that_can_not_go_on_is_an_error_of_the_sdk(tools: GatewayHarness) -> None:
     tools.server.answers = ["a long answer"]
-    tools.server.break_after = 3
+    tools.server.break_after, tools.server.fail_after_break = 3, [422]
     session = tools.open_session()
     with (
         client_of(session) as client,
         client.messages.stream(model="m", max_tokens=64, messages=HELLO) as stream,
-        pytest.raises(anthropic.APIStatusError, match=r"/inference/v1/generate"),
+        pytest.raises(anthropic.APIStatusError, match="refused with 422"),
     ):
         stream.get_final_message()
-    assert session.finalize()["status"] == "infra"
+    assert session.finalize()["status"] == "finalized"
 
 
 BLOCK = {"type": "text", "text": "x"}

@@ -1,6 +1,6 @@
 """Random conversations, branching, edited, streamed, parallel, of several choices, with tools, thoughts,
-retries, failures, cancels and new versions: every sampled token is in exactly one trajectory or accounted
-for, and a chain is what the server was given and gave."""
+retries, failures, cancels, streams that break off and versions that take over half an answer: every sampled
+token is in exactly one trajectory or accounted for, and a chain is what the server was given and gave."""
 
 from __future__ import annotations
 
@@ -45,9 +45,12 @@ KINDS = [
     "refused",
     "aborted",
     "cut",
+    "fail",
     "cancel",
     "flip",
+    "flip under way",
 ]
+BREAKS = ["drop", "error", "end", "abort"]
 
 STEPS = st.lists(
     st.tuples(
@@ -65,7 +68,7 @@ STEPS = st.lists(
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayHarness]:
     store = open_store(StoreConfig(url=str(tmp_path_factory.mktemp("properties"))))
-    with live_gateway(store, config=tool_config(reasoning_parser="qwen3")) as harness:
+    with live_gateway(store, config=tool_config(reasoning_parser="qwen3", partial_rollout=True)) as harness:
         yield prepare(harness)
 
 
@@ -76,14 +79,15 @@ class Agent:
         self.harness, self.session = harness, session
         self.histories: list[list[dict[str, Any]]] = []
         self.num_answers = 0  # that a client was given whole
-        self.num_cuts = 0
+        self.num_failures = 0
         self.uncertain: set[str] = set()  # requests of which the gateway may have heard any number of tokens
         self.version = 0
 
     def step(self, kind: str, which: int, answer: int, streamed: bool, forgets: bool) -> None:
         server = self.harness.server
         server.answers, server._num_answers = [ANSWERS[answer]], 0
-        server.token_delay_s, server.break_after = 0.0, -1
+        server.token_delay_s, server.break_after, server.hold_after = 0.0, -1, -1
+        server.fail_next, server.fail_after_break = [], ()
         messages = self._messages(kind, which)
         fields: dict[str, Any] = {"tools": [SEARCH], "stream": streamed, "stop": ["STOP"]}
         match kind:
@@ -93,9 +97,17 @@ class Agent:
             case "cancel":
                 self._hang_up(messages, fields)
             case "cut":
-                server.break_after, server.break_by = 1, "error"
-                self.num_cuts += 1
-                self._ask(messages, fields | {"stream": True})
+                server.break_after, server.break_by = 1, BREAKS[which % len(BREAKS)]
+                self._keep(messages, [self._ask(messages, fields | {"stream": True})], True, forgets)
+            case "fail":
+                self._fail(messages, fields)
+            case "flip under way":
+                with ThreadPoolExecutor(1) as pool:
+                    num_asked, server.hold_after = len(server.requests), 1
+                    asking = pool.submit(self._ask, messages, fields)
+                    until(lambda: len(server.requests) > num_asked, "the server was not asked")
+                    self._publish()
+                    self._keep(messages, [asking.result(20)], streamed, forgets)
             case "parallel":
                 with ThreadPoolExecutor(2) as pool:
                     answers = list(pool.map(lambda _: self._ask(messages, fields), range(2)))
@@ -110,12 +122,14 @@ class Agent:
                 self._keep(messages, [first], streamed, forgets)
             case _:
                 if kind == "flip":
-                    self.version += 1
-                    live = {"published_version": self.version, "live_versions": [self.version]}
-                    self.harness.renew("plan", **live)
+                    self._publish()
                 if kind == "aborted":
                     server.fail_next = ["abort"]
                 self._keep(messages, [self._ask(messages, fields)], streamed, forgets)
+
+    def _publish(self) -> None:
+        self.version += 1
+        self.harness.renew("plan", published_version=self.version, live_versions=[self.version])
 
     def _keep(self, messages: list[Any], answers: list[Any], streamed: bool, forgets: bool) -> None:
         for response in answers:
@@ -140,6 +154,19 @@ class Agent:
     def _ask(self, messages: list[Any], fields: dict[str, Any], *, fresh: bool = True) -> Any:
         headers = {"x-stainless-retry-count": "0"} if fresh else {}
         return self.session.chat(messages, headers=headers, **fields)
+
+    def _fail(self, messages: list[Any], fields: dict[str, Any]) -> None:
+        """The stream breaks off, and no server goes on with it in time."""
+        server, router = self.harness.server, self.harness.gateway.router
+        known = {request["request_id"] for request in server.requests}
+        server.break_after, server.break_by, server.fail_after_break = 1, "drop", [500] * 9
+        timeout_s, router._timeout_s = router._timeout_s, 0.3
+        try:
+            self._ask(messages, fields | {"stream": True})
+        finally:
+            router._timeout_s = timeout_s
+        self.num_failures += 1
+        self.uncertain |= {request["request_id"] for request in server.requests} - known
 
     def _hang_up(self, messages: list[Any], fields: dict[str, Any]) -> None:
         """Begin to listen, and leave."""
@@ -196,18 +223,28 @@ def check_row(harness: GatewayHarness, row: Trajectory) -> int:
     assert (row.token_versions[~mask] == -1).all()
     covered = 0
     for turn in row.turns:
-        span = slice(turn.start, turn.end)
         attempts = [name for name in asked if name.startswith(f"{turn.request_id}-")]
-        name = max(attempts, key=lambda name: int(name.rpartition("-")[2]))
-        request = asked[name]
-        assert request["token_ids"] == ids[: len(row.prompt_ids) + turn.start]
-        assert server.gave[name] == row.response_ids[span].tolist()
-        assert row.behavior_logprobs[span].tolist() == server.logprobs(turn.end - turn.start)
-        assert mask[span].all()
-        [version] = set(row.token_versions[span].tolist())
-        assert request["model"] == served_name("plan", version)
-        assert (turn.version_min, turn.version_max) == (version, version)
-        assert turn.temperature == request["sampling_params"]["temperature"]
+        attempts.sort(key=lambda name: int(name.rpartition("-")[2]))
+        at, versions = turn.start, set()
+        for name, following in zip(attempts, [*attempts[1:], None], strict=True):
+            request = asked[name]
+            if following is None:
+                end = turn.end
+            else:  # what the next attempt was given, was kept of this one
+                end = at + len(asked[following]["token_ids"]) - len(request["token_ids"])
+            assert request["token_ids"] == ids[: len(row.prompt_ids) + at]
+            assert turn.temperature == request["sampling_params"]["temperature"]
+            piece = slice(at, end)
+            assert server.gave[name][: end - at] == row.response_ids[piece].tolist()
+            assert row.behavior_logprobs[piece].tolist() == server.logprobs(end - at)
+            assert mask[piece].all()
+            for version in set(row.token_versions[piece].tolist()):
+                assert request["model"] == served_name("plan", version)
+                versions.add(version)
+            at = end
+        last = server.gave[attempts[-1]]
+        assert last == row.response_ids[turn.end - len(last) : turn.end].tolist()
+        assert (turn.version_min, turn.version_max) == (min(versions), max(versions))
         covered += turn.end - turn.start
     assert covered == int(mask.sum())
     return covered
@@ -233,7 +270,7 @@ def test_no_sampled_token_is_lost_or_counted_twice(gateway: GatewayHarness, step
     accounted = count(harness, *accounts) - before
     rows = harness.rows("plan")
     # An agent that was answered with a failure leaves no rows: its tokens are accounted for all the same.
-    assert ended["status"] == ("infra" if agent.num_cuts else "finalized")
+    assert ended["status"] == ("infra" if agent.num_failures else "finalized")
     assert ended["num_rows"] == ({"plan": len(rows)} if rows else {})
     assert len({row.trajectory_id for row in rows}) == len(rows)
     turns = [turn.request_id for row in rows for turn in row.turns]
@@ -243,5 +280,5 @@ def test_no_sampled_token_is_lost_or_counted_twice(gateway: GatewayHarness, step
     num_certain = sum(len(ids) for name, ids in gave.items() if name not in agent.uncertain)
     num_all = sum(len(ids) for ids in gave.values())
     assert num_certain <= num_recorded + accounted <= num_all
-    if not agent.num_cuts and not agent.uncertain:
+    if not agent.num_failures and not agent.uncertain:
         assert len(turns) <= agent.num_answers

@@ -67,8 +67,24 @@ def test_half_the_time_is_kept_for_another_replica_without_a_limit_set(local_sto
         assert session.chat("second").status_code == 200
 
 
-def test_a_stream_that_stalls_after_its_first_token_fails_whole(local_store: Store) -> None:
+def test_a_stream_that_stalls_after_its_first_tokens_goes_on_elsewhere(local_store: Store) -> None:
     with two_replicas(local_store, attempt_timeout_s=0.3) as (harness, other):
+        session = harness.open_session()
+        session.chat("first")
+        stalled, well = (harness.server, other) if harness.server.requests else (other, harness.server)
+        whole = well.answer_ids("one two three")
+        stalled.answers, stalled.break_after, stalled.break_by = ["one two three"], 2, "stall"
+        well.answer_of = lambda body: whole[len(body["token_ids"]) - len(stalled.requests[1]["token_ids"]) :]
+        answer = session.chat("second", stream=True)
+        assert "error" not in answer.text
+        assert well.requests[0]["token_ids"] == [*stalled.requests[1]["token_ids"], *whole[:2]]
+        assert session.finalize(1.0)["status"] == "finalized"
+        row = harness.rows("plan")[1]
+        assert row.response_ids.tolist() == whole
+
+
+def test_a_stream_that_stalls_wherever_it_goes_on_fails_whole(local_store: Store) -> None:
+    with two_replicas(local_store, attempt_timeout_s=0.3, request_timeout_s=1.5) as (harness, other):
         for server in (harness.server, other):
             server.token_delay_s = 20.0
         answer = harness.open_session().chat("x", stream=True)

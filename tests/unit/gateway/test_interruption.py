@@ -4,6 +4,7 @@ one record of which version sampled what. Over HTTP, before a server that ends r
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from gateway.interruption import Pieces
 from model_runtime.config import StoreConfig
 from model_runtime.llm_client import Generation
 from model_runtime.store import Store, open_store
+from tests.fake_generation import until_stop
 from tests.gateway_harness import GatewayHarness, LiveSession, live_gateway, make_config
 from tests.tool_use import SEARCH
 
@@ -223,10 +225,78 @@ def test_an_abort_nobody_asked_for_is_no_interruption(harness: GatewayHarness) -
     assert first["token_ids"] == second["token_ids"]
 
 
-def test_penalties_that_weigh_what_was_sampled_so_far_are_not_interrupted(harness: GatewayHarness) -> None:
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"tools": [SEARCH], "tool_choice": "required"}, "tool_choice"),
+    ],
+)
+def test_what_weighs_what_was_sampled_so_far_finishes_under_its_version_and_is_counted(
+    local_store: Store, fields: dict[str, Any], reason: str
+) -> None:
+    of_each = PARTIAL | {"rollout": {"tool_call_parser": "hermes"}}
+    with live_gateway(local_store, config=make_config(of_each_model=of_each)) as harness:
+        harness.start_afresh()
+        harness.server.answers, harness.server.token_delay_s = [LONG], 0.015
+        session = harness.open_session(mode="eval", group_id="e", group_size=1)
+        answer = asked_and_flipped(harness, lambda: session.chat("x", **fields)).json()
+        assert len(harness.server.requests) == 1
+        assert (answer["policy_version"], answer["policy_version_max"]) == (0, 0)
+        kept = f'repertory_gateway_kept_whole_total{{model="plan",reason="{reason}"}} 1.0'
+        assert kept in harness.http.get("/metrics").text
+
+
+def test_a_penalty_on_all_that_was_seen_is_interrupted(harness: GatewayHarness) -> None:
+    """repetition_penalty weighs the prompt as well as what was sampled: what is continued counts the same."""
     session = harness.open_session(mode="eval", group_id="e", group_size=1)
-    asked_and_flipped(harness, lambda: session.chat("x", presence_penalty=0.5))
-    assert len(harness.server.requests) == 1
+    asked_and_flipped(harness, lambda: session.chat("x", repetition_penalty=1.5))
+    assert len(harness.server.requests) == 2
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("stop", ["six", "e si", "five six seven"])
+def test_a_stop_string_across_the_seam_ends_the_answer_where_one_server_would(
+    harness: GatewayHarness, stop: str, streamed: bool
+) -> None:
+    """Whatever the place of the seam, and though the server that goes on never sees the string whole."""
+    server = harness.server
+    whole = server.answer_ids(LONG)
+    [until_there, _] = LONG.split(stop)
+    expected, _ = until_stop(server, whole, [stop])
+    server.token_delay_s = 0.0
+    for seam in range(len(expected) - 4, len(expected)):
+        server.requests.clear()
+        server.answer_of = lambda body: whole[len(body["token_ids"]) - len(server.requests[0]["token_ids"]) :]
+        session = harness.open_session(mode="eval", group_id=f"e{seam}{streamed}{stop}", group_size=1)
+        server.hold_after = seam  # until a new version ends it
+        version = harness.gateway.bindings.get("plan").published_version
+        assert version is not None
+        answer = asked_and_flipped(
+            harness,
+            lambda session=session: session.chat("x", stop=[stop], stream=streamed, max_tokens=60),
+            after_s=0.03,
+            versions=(version + 1,),
+        )
+        server.hold_after = -1
+        assert len(server.requests) == 2
+        content, reason = heard(answer, streamed)
+        assert (content, reason) == (until_there, "stop")
+        session.finalize(1.0)
+        row = harness.rows("plan", evaluation=True)[-1]
+        assert row.response_ids.tolist() == expected
+        assert spans(row) == [(version, seam), (version + 1, len(expected) - seam)]
+        assert row.turns[0].finish_reason == "stop"
+
+
+def heard(answer: Any, streamed: bool) -> tuple[str, str]:
+    if not streamed:
+        [choice] = answer.json()["choices"]
+        return choice["message"]["content"], choice["finish_reason"]
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    choices = [choice for event in events for choice in event["choices"]]
+    return "".join(c["delta"].get("content") or "" for c in choices), choices[-1]["finish_reason"]
 
 
 def test_a_special_stop_token_is_looked_for_on_both_sides_of_the_seam(harness: GatewayHarness) -> None:

@@ -112,14 +112,14 @@ def test_an_answer_cut_by_length_is_incomplete(tools: GatewayHarness) -> None:
         assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
 
 
-def test_a_stream_that_breaks_off_is_an_error_of_the_sdk(tools: GatewayHarness) -> None:
+def test_a_stream_that_can_not_go_on_is_an_error_of_the_sdk(tools: GatewayHarness) -> None:
     tools.server.answers = ["a long answer"]
-    tools.server.break_after = 3
+    tools.server.break_after, tools.server.fail_after_break = 3, [422]
     session = tools.open_session()
-    with client_of(session) as client, pytest.raises(openai.APIError, match="inference"):
+    with client_of(session) as client, pytest.raises(openai.APIError, match="refused with 422"):
         for _ in client.responses.create(model="m", input="hello", stream=True):
             pass
-    assert session.finalize()["status"] == "infra"
+    assert session.finalize()["status"] == "finalized"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -125,25 +126,88 @@ def test_a_streamed_and_a_plain_call_leave_the_same_record(harness: GatewayHarne
 # ------------------------------------------------------------------ failures
 
 
-@pytest.mark.parametrize("how", ["drop", "error", "end"])
-def test_a_stream_that_breaks_off_ends_with_an_error_event_and_leaves_no_half_turn(
-    harness: GatewayHarness, how: str
-) -> None:
+@pytest.mark.parametrize("how", ["drop", "error", "end", "abort"])
+def test_a_stream_that_breaks_off_goes_on_from_its_own_tokens(harness: GatewayHarness, how: str) -> None:
+    server, text = harness.server, "a long answer that breaks"
+    whole = server.answer_ids(text)
+    server.answer_of = lambda body: whole[len(body["token_ids"]) - len(server.requests[0]["token_ids"]) :]
+    server.break_after, server.break_by = 4, how
     session = harness.open_session()
+    with client_of(session) as client:
+        stream = client.chat.completions.create(
+            model="m", messages=HELLO, stream=True, logprobs=True, max_tokens=60, seed=3
+        )
+        choices = [choice for chunk in stream for choice in chunk.choices]
+    assert "".join(choice.delta.content or "" for choice in choices) == text
+    assert choices[-1].finish_reason == "stop"
+    first, second = server.requests
+    assert second["token_ids"] == first["token_ids"] + whole[:4]
+    assert (first["model"], second["model"]) == ("plan@v0", "plan@v0")
+    assert second["sampling_params"]["max_tokens"] == 60 - 4  # one budget
+    assert second["sampling_params"]["seed"] == 3 + 4  # no draw is repeated
+    assert session.finalize(1.0)["status"] == "finalized"
+    [row] = harness.rows("plan")
+    assert row.response_ids.tolist() == whole
+    logprobs = [*server.logprobs(4), *server.logprobs(len(whole) - 4)]
+    assert row.behavior_logprobs.tolist() == logprobs
+    heard = [
+        token.logprob for choice in choices if choice.logprobs for token in choice.logprobs.content or ()
+    ]
+    assert heard == logprobs
+    [turn] = row.turns
+    assert (turn.version_min, turn.version_max, turn.finish_reason) == (0, 0, "stop")
+
+
+def follow_up_that_breaks(harness: GatewayHarness, session: LiveSession, **fields: Any) -> openai.APIError:
+    """The error that the stream of a second turn ends with, after its first tokens."""
     session.chat(HELLO)
     follow: Any = [*HELLO, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "x"}]
     harness.server.answers = ["a long answer that breaks"]
-    harness.server.break_after, harness.server.break_by = 4, how
+    harness.server.break_after = 4
     with client_of(session) as client:
-        stream = client.chat.completions.create(model="m", messages=follow, stream=True)
+        stream = client.chat.completions.create(model="m", messages=follow, stream=True, **fields)
         heard = []
         with pytest.raises(openai.APIError) as caught:
             heard.extend(chunk for chunk in stream)
     assert heard
-    assert isinstance(caught.value.body, dict)
-    assert caught.value.body["code"] == "backend_unavailable"
     [chain] = chains_of(session)
     assert (len(chain.turns), chain.reserved) == (1, False)
+    return caught.value
+
+
+def code_of(error: openai.APIError) -> str:
+    assert isinstance(error.body, dict)
+    return error.body["code"]
+
+
+def test_a_stream_that_can_not_go_on_ends_with_an_error_event_and_leaves_no_half_turn(
+    harness: GatewayHarness,
+) -> None:
+    harness.server.fail_after_break = [422]
+    session = harness.open_session()
+    assert "refused with 422" in str(follow_up_that_breaks(harness, session))
+    assert session.finalize(1.0)["status"] == "finalized"  # the server's own 4xx: not the infrastructure's
+
+
+def test_a_stream_whose_server_weighs_what_it_sampled_fails_whole(harness: GatewayHarness) -> None:
+    session = harness.open_session(mode="eval", group_id="e", group_size=1)
+    error = follow_up_that_breaks(harness, session, presence_penalty=0.5)
+    assert code_of(error) == "backend_unavailable"
+    assert session.finalize(1.0)["status"] == "infra"
+
+
+def test_a_stream_that_breaks_before_a_new_version_fails_whole(harness: GatewayHarness) -> None:
+    """Without partial_rollout an answer is of one version."""
+    session, server = harness.open_session(), harness.server
+    server.fail_after_break = [500] * 4  # time to publish in
+    with ThreadPoolExecutor(1) as pool:
+        failing = pool.submit(follow_up_that_breaks, harness, session)
+        until(lambda: len(server.requests) == 3, "the stream was not tried again")
+        harness.renew("plan", published_version=1)
+        error = failing.result(10)
+    assert code_of(error) == "backend_unavailable"
+    assert "partial_rollout" in str(error)
+    assert {request["model"] for request in server.requests} == {"plan@v0"}
     assert session.finalize(1.0)["status"] == "infra"
 
 
@@ -191,8 +255,6 @@ def test_a_client_that_hangs_up_releases_the_chain_and_ends_the_generation(harne
 
 
 def test_a_retry_of_a_stream_joins_it_and_hears_all_of_it(harness: GatewayHarness) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     harness.server.token_delay_s = 0.05
     session = harness.open_session()
     with ThreadPoolExecutor(2) as pool:

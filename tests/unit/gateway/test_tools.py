@@ -24,9 +24,10 @@ SAMPLED_CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "tea"}}\n
 COMPACT_CALL = '<tool_call>{"name":"search","arguments":{"query":"tea"}}</tool_call>'
 
 
-def tool_config(**rollout: Any) -> Any:
+def tool_config(*, partial_rollout: bool = False, **rollout: Any) -> Any:
     raw = make_config().model_dump(mode="json")
     raw["multi_model"]["models"][0]["max_response_tokens"] = 256
+    raw["multi_model"]["models"][0]["async_training"]["partial_rollout"] = partial_rollout
     raw["multi_model"]["models"][0]["rollout"].update({"tool_call_parser": "hermes"} | rollout)
     return parse_config(raw)
 
