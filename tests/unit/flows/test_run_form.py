@@ -162,8 +162,8 @@ async def test_a_config_comes_from_a_file() -> None:
 
 async def test_mistakes_between_fields_are_one_message_before_anything_starts() -> None:
     config = load_config(QUICKSTART).model_dump(mode="json")
+    form: Any = {"config": config, "agents": [{"agent_id": "planner_agent", "model_id": "planer"}]}
     with pytest.raises(ConfigError) as refused:
-        form: Any = {"config": config, "agents": [{"agent_id": "planner_agent", "model_id": "planer"}]}
         await multi_model_training.fn(**form)
     assert str(refused.value) == (
         "the run's settings:\n  agent_model_mapping.planner_agent: unknown model 'planer'; "
@@ -171,8 +171,8 @@ async def test_mistakes_between_fields_are_one_message_before_anything_starts() 
     )
     with pytest.raises(ConfigError, match=r"models\[0\]\.model_path: Field required"):
         await settled_config(config, models=[{"model_id": "a"}])
+    form = {"config": config, "versions": [{"model_id": "a", "version": "newest"}]}
     with pytest.raises(ConfigError, match=r"versions\[0\]\.version"):
-        form = {"config": config, "versions": [{"model_id": "a", "version": "newest"}]}
         await evaluate.fn(**form)
 
 
