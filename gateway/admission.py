@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from gateway.adaptive import AdaptiveConcurrency, Signals
 from gateway.journal import Append, Forget, SessionJournal
 from gateway.journal_events import GATES, GatesMoved, GroupClosed, GroupOpened, MemberSettled, of_group
 from model_runtime.config import ModelConfig, RunConfig
@@ -82,14 +83,17 @@ class _Gate:
 
     @property
     def used(self) -> float:
-        pending = self.num_open + len(self.unread)
-        return (
-            self.queue.untrained_groups + self.queue.trained_since_publish + self.queue.feed_share * pending
-        )
+        pending = self.queue.feed_share * self.num_in_flight
+        return self.queue.untrained_groups + self.queue.trained_since_publish + pending
 
     @property
     def has_room(self) -> bool:
         return self.used < self.limit
+
+    @property
+    def num_in_flight(self) -> int:
+        """Groups that may train it and are open, or settled and not read yet."""
+        return self.num_open + len(self.unread)
 
     @property
     def is_done(self) -> bool:
@@ -150,6 +154,7 @@ class AdmissionState:
         self._max_surplus_ratio = config.gateway.max_surplus_ratio
         self._group_timeout_s = config.workflow.group_timeout_s
         self._gates = {m.model_id: _Gate(m) for m in config.trainable_models}
+        self.concurrency = AdaptiveConcurrency(config, config.trainable_models)
         self._line: dict[str, tuple[GroupRequest, float]] = {}  # waiting, oldest first; when last asked for
         self._settled: dict[str, None] = {}  # the first to settle first
         self.open_groups: dict[str, OpenGroup] = {}
@@ -157,9 +162,24 @@ class AdmissionState:
 
     # ------------------------------------------------------------------ what happened
 
-    def observe(self, renewal: ModelRenewal) -> None:
-        if (gate := self._gates.get(renewal.model_id)) is not None:
-            gate.observe(renewal)
+    def observe(self, renewal: ModelRenewal, *, waiting_calls: int = 0, running_calls: int = 0) -> None:
+        """`waiting_calls` and `running_calls` are the model's at the gateway."""
+        if (gate := self._gates.get(renewal.model_id)) is None:
+            return
+        gate.observe(renewal)
+        load = renewal.load
+        signals = Signals(
+            at=self._clock(),
+            untrained_groups=gate.queue.untrained_groups,
+            trainer_waits=renewal.trainer_state == "waiting",
+            has_room=gate.has_room,
+            num_in_flight=gate.num_in_flight,
+            waiting_calls=waiting_calls + load.num_waiting,
+            running_calls=running_calls,
+            kv_cache_use=load.kv_cache_use,
+            num_preemptions=load.num_preemptions,
+        )
+        self.concurrency.observe(renewal.model_id, signals)
 
     def lease_lost(self, model_id: str) -> None:
         if (gate := self._gates.get(model_id)) is not None:
@@ -277,13 +297,22 @@ class AdmissionState:
         if not all(g.has_started or (g.renewal is not None and not g.has_lease) for g in gates.values()):
             return None
         gating = [g for g in gates.values() if g.is_gating]
-        full = [g for g in gating if not g.has_room]
+        full = [g for g in gating if not self._takes_more(g)]
         if not gating or len(full) == len(gating):
             return None
-        if not all(g.may_surplus(self._max_surplus_ratio) for g in full):
+        if not all(g.may_surplus(self._max_surplus_ratio) for g in full) and not self._feeds_a_hungry(gating):
             return None
         # A model whose lease or trainer was lost may come back; it is fed within its limit meanwhile.
-        return {model_id: not g.is_done and g.has_room for model_id, g in gates.items()}
+        return {model_id: not g.is_done and self._takes_more(g) for model_id, g in gates.items()}
+
+    def _takes_more(self, gate: _Gate) -> bool:
+        return gate.has_room and self.concurrency.has_room(gate.model.model_id, gate.num_in_flight)
+
+    def _feeds_a_hungry(self, gating: Iterable[_Gate]) -> bool:
+        """Groups that a hungry model's window has room for may leave out full models however often: the
+        window bounds them, and shrinks when servers can't keep up."""
+        hungry = (g for g in gating if self.concurrency.is_hungry(g.model.model_id))
+        return self._max_surplus_ratio > 0 and any(self._takes_more(g) for g in hungry)
 
     def _open(self, request: GroupRequest, train: dict[str, bool]) -> OpenGroup:
         now = self._clock()
@@ -347,9 +376,9 @@ class GroupAdmission:
 
     # ------------------------------------------------------------------ events
 
-    def observe(self, renewal: ModelRenewal) -> None:
-        """A model's renewal that was accepted."""
-        self._state.observe(renewal)
+    def observe(self, renewal: ModelRenewal, *, waiting_calls: int = 0, running_calls: int = 0) -> None:
+        """A model's renewal that was accepted, and its calls at this gateway."""
+        self._state.observe(renewal, waiting_calls=waiting_calls, running_calls=running_calls)
         self._pump()
 
     def lease_lost(self, model_id: str) -> None:
@@ -420,6 +449,10 @@ class GroupAdmission:
     def used(self, model_id: str) -> float:
         """Groups that count against the model's limit now."""
         return self._state.used(model_id)
+
+    @property
+    def concurrency(self) -> AdaptiveConcurrency:
+        return self._state.concurrency
 
     @property
     def num_open(self) -> int:

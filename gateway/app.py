@@ -193,7 +193,7 @@ class Gateway:
         superseded = renewal.epoch < self.epoch or not self.bindings.renew(renewal)
         binding = self.bindings.get(renewal.model_id)
         if not superseded:
-            self.admission.observe(renewal)
+            self.admission.observe(renewal, waiting_calls=binding.waiting, running_calls=binding.running)
         return RenewalAnswer(
             desired="stop" if superseded else self._desired_of_runtimes(),
             epoch=self.epoch,
@@ -247,6 +247,7 @@ class Gateway:
 
     def _model_status(self, binding: ModelBinding) -> ModelStatus:
         tally, renewal = self.metrics.models[binding.model_id], binding.renewal
+        window = self.admission.concurrency.windows.get(binding.model_id)
         return ModelStatus(
             model_id=binding.model_id,
             ready=self.bindings.is_ready(binding.model_id),
@@ -259,6 +260,8 @@ class Gateway:
             finalized_rows=tally.finalized_rows,
             sampled_tokens=tally.sampled_tokens,
             tokens_per_s=self.metrics.tokens_per_s(binding.model_id),
+            window=window.groups if window else None,
+            pressure=window.pressure if window else None,
             template_problem=binding.codec.splice_problem if binding.codec else None,
         )
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import prometheus_client as prometheus
 
-from gateway.bindings import GatewayBindingRegistry
+from gateway.adaptive import AdaptiveConcurrency
+from gateway.bindings import GatewayBindingRegistry, ModelBinding
 from gateway.chains import Chain
 from model_runtime.types import DEFAULT_COMPONENT, Trajectory
 
@@ -107,6 +108,17 @@ class GatewayMetrics:
         self._ready = gauge("model_ready", "1 when the model can be asked")
         self._rewrites = gauge("template_rewrites", "1 when the chat template rewrites earlier answers")
         self._version = gauge("published_version", "Version new requests are answered with")
+        self._step = gauge("training_step", "Steps the model's trainer has taken")
+        self._untrained = gauge("untrained_groups", "Groups that wait to be trained")
+        self._used = gauge("used_groups", "Groups that count against the model's budget")
+        self._limit = gauge("limit_groups", "The model's budget of groups")
+        self._server_waiting = gauge("server_waiting_requests", "Generations queued in the model's servers")
+        self._kv_cache_use = gauge("kv_cache_use", "Share of the KV cache in use, of the fullest server")
+        self._preemptions = gauge("preemptions", "Generations the model's servers preempted so far")
+        self._window = gauge("window_groups", "Groups in flight the model may have (adaptive concurrency)")
+        self._window_moves = gauge(
+            "window_moves", "Moves of that window so far, by what moved it", "pressure"
+        )
 
     def count_request(self, agent_id: str, status_code: int) -> None:
         self._child(self._requests, agent_id, str(status_code)).inc()
@@ -190,7 +202,14 @@ class GatewayMetrics:
         self._forget_old(tally)
         return sum(count for _, count in tally.recent) / RATE_WINDOW_S
 
-    def exposition(self, bindings: GatewayBindingRegistry, *, num_open_sessions: int = 0) -> bytes:
+    def exposition(
+        self,
+        bindings: GatewayBindingRegistry,
+        *,
+        num_open_sessions: int = 0,
+        used: Callable[[str], float] = lambda _: 0.0,
+        concurrency: AdaptiveConcurrency | None = None,
+    ) -> bytes:
         """Prometheus' text format."""
         self._sessions.set(num_open_sessions)
         self._versions.clear()
@@ -204,7 +223,27 @@ class GatewayMetrics:
                 self._rewrites.labels(binding.model_id).set(binding.codec.splice_problem is not None)
             if binding.published_version is not None:
                 self._version.labels(binding.model_id).set(binding.published_version)
+            self._show_runtime(binding, used(binding.model_id))
+        for model_id, window in (concurrency.windows if concurrency else {}).items():
+            self._window.labels(model_id).set(window.groups)
+            for pressure, count in window.moves.items():
+                self._window_moves.labels(model_id, pressure).set(count)
         return prometheus.generate_latest(self.registry)
+
+    def _show_runtime(self, binding: ModelBinding, used: float) -> None:
+        """What the model's runtime said with its last renewal."""
+        model_id, renewal = binding.model_id, binding.renewal
+        if renewal is None:
+            return
+        self._server_waiting.labels(model_id).set(renewal.load.num_waiting)
+        self._preemptions.labels(model_id).set(renewal.load.num_preemptions)
+        if renewal.load.kv_cache_use is not None:
+            self._kv_cache_use.labels(model_id).set(renewal.load.kv_cache_use)
+        if renewal.kind == "trainable":
+            self._step.labels(model_id).set(renewal.step)
+            self._untrained.labels(model_id).set(renewal.queue.untrained_groups)
+            self._used.labels(model_id).set(used)
+            self._limit.labels(model_id).set(renewal.limit)
 
     def _forget_old(self, tally: ModelTally) -> None:
         horizon = self._clock() - RATE_WINDOW_S

@@ -10,6 +10,35 @@ from pydantic import Field, field_validator, model_validator
 from model_runtime.config_section import Section
 
 
+class AdaptiveConcurrencyConfig(Section):
+    """How many groups of each model are in flight at once, moved by its queue and its servers."""
+
+    enable: bool = False
+    """False: groups open whenever budgets and the driver have room."""
+    min_groups: int | None = Field(default=None, ge=1)
+    """Groups in flight a model always may have. None: what one training step takes."""
+    max_groups: int | None = Field(default=None, ge=1)
+    """Groups in flight a model may have at most. None: workflow.max_concurrent_executions / group_size."""
+    increase: int = Field(default=1, ge=1)
+    """Groups added when the trainer waits for data and no server is congested."""
+    decrease: float = Field(default=0.7, gt=0, lt=1)
+    """Factor when work piles up untrained, or a server is congested."""
+    interval_s: float = Field(default=5.0, gt=0)
+    """Least time between two moves: what a move did has to be seen before the next."""
+    queue_high_batches: float = Field(default=2.0, ge=1)
+    """Batches of untrained groups beyond which a model counts as full."""
+    waiting_high: float = Field(default=1.0, ge=0)
+    """Calls waiting for each one running, beyond which a model's servers count as congested."""
+    kv_cache_high: float = Field(default=0.9, gt=0, le=1)
+    """Share of a server's KV cache in use from which on it counts as congested."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> AdaptiveConcurrencyConfig:
+        if self.min_groups and self.max_groups and self.min_groups > self.max_groups:
+            raise ValueError(f"min_groups is {self.min_groups}, more than max_groups, {self.max_groups}")
+        return self
+
+
 class GatewayConfig(Section):
     """The one thing on the request path."""
 
@@ -59,6 +88,9 @@ class GatewayConfig(Section):
     """Longest time between two renewals of a model's lease."""
     max_surplus_ratio: float = Field(default=1.0, ge=0)
     """How far groups may open with train=false for models that are full. 0: wait for them."""
+    adaptive_concurrency: AdaptiveConcurrencyConfig = AdaptiveConcurrencyConfig()
+    """Windows of groups in flight for each model, so that one that lacks data gets more of the workflows that
+    feed it, beyond max_surplus_ratio, and one that has enough piles up none. Off by default."""
     max_restarts: int = Field(default=5, ge=0)
     """Restarts of the gateway process before the run fails."""
     max_request_bytes: int = Field(default=32 * 2**20, ge=1024)

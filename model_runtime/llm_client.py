@@ -7,6 +7,7 @@ not be reached, broke off, was too slow, answered 5xx or answered nonsense: anot
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from model_runtime import llm_wire as wire
 from model_runtime.errors import BackendRejectedError, BackendUnavailableError
 from model_runtime.llm_parsers import AskedChat, ParsedAnswer, ParsedDelta, ParserCalls, decode, plain_ids
 from model_runtime.post_connections import PostConnections
+from model_runtime.protocol import ServerLoad
 from model_runtime.types import Float32Array, Int32Array
 
 CONNECT_TIMEOUT_S = 5.0
@@ -221,9 +223,29 @@ class LLMServerClient(ParserCalls):
 
     async def num_tokens_processed(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> float:
         """Prompt and generated tokens since the server started. It stands still when the engine does."""
+        counts = await self._metrics(timeout_s)
+        return sum(counts[name] for name in ("vllm:prompt_tokens_total", "vllm:generation_tokens_total"))
+
+    async def load(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> ServerLoad:
+        """How busy the server is."""
+        found = await self._metrics(timeout_s)
+        use = found.get("vllm:kv_cache_usage_perc")
+        return ServerLoad(
+            num_running=int(found["vllm:num_requests_running"]),
+            num_waiting=int(found["vllm:num_requests_waiting"]),
+            kv_cache_use=use,
+            num_preemptions=int(found["vllm:num_preemptions_total"]),
+        )
+
+    async def _metrics(self, timeout_s: float) -> dict[str, float]:
+        """The server's own metrics by name, summed over their labels."""
         text = (await self._call("GET", "/metrics", timeout_s=timeout_s)).decode("utf-8", "replace")
-        wanted = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
-        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(wanted))
+        found: defaultdict[str, float] = defaultdict(float)
+        for line in text.splitlines():
+            if line.startswith("vllm:"):
+                name, _, value = line.rpartition(" ")
+                found[name.partition("{")[0]] += float(value)
+        return found
 
     def retire(self) -> None:
         """Nothing more will be asked: keep no connection. Calls under way go on."""

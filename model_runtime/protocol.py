@@ -96,6 +96,15 @@ class QueueReport(_Wire):
     closed_groups: Count = 0  # settled without signal since one was last usable
 
 
+class ServerLoad(_Wire):
+    """What a model's rollout servers last said of themselves."""
+
+    num_running: Count = 0  # generations, all servers together
+    num_waiting: Count = 0  # generations queued in the servers
+    kv_cache_use: float | None = None  # of the fullest server, 0 to 1; None: not known
+    num_preemptions: Count = 0  # since the servers started
+
+
 class ModelRenewal(_Wire):
     """PUT /admin/models/{model_id}. Order: (epoch, incarnation, seq); an older one is answered `stop`."""
 
@@ -119,6 +128,7 @@ class ModelRenewal(_Wire):
     limit: Count = 0
     steps_left: Count | None = None  # None: no bound
     queue: QueueReport = QueueReport()
+    load: ServerLoad = ServerLoad()
     totals: dict[str, int] = Field(default_factory=dict)  # books of the trainer: trained, dropped.<reason>, …
     last_metrics: dict[str, float] = Field(default_factory=dict)
 
@@ -296,6 +306,8 @@ class ModelStatus(_Wire):
     finalized_rows: int  # trajectories written to this model's log in this epoch
     sampled_tokens: int
     tokens_per_s: float
+    window: int | None = None  # groups in flight it may have; None: adaptive concurrency is off
+    pressure: str | None = None  # hungry, steady, full or congested: what moves the window
     template_problem: str | None = None  # what its chat template rewrites: such turns start new chains
 
 

@@ -20,6 +20,7 @@ from model_runtime.errors import (
 )
 from model_runtime.llm_client import LLMServerClient
 from model_runtime.processes import ChildProcess, free_port, read_tail
+from model_runtime.protocol import ServerLoad
 from model_runtime.vllm_command import base_name, check_paths, server_argv, server_env
 from model_runtime.vllm_environment import VLLMEnvironment, check_build, find_vllm
 
@@ -29,6 +30,8 @@ _STOP_GRACE_S = 10.0
 _MAX_BACKOFF_S = 30.0
 # A server that has been ready for this long has its budget of restarts back.
 _STABLE_AFTER_S = 600.0
+_LOAD_INTERVAL_S = 5.0
+_LOAD_TIMEOUT_S = 2.0
 
 # What vLLM says, and what helps.
 _HINTS = (
@@ -50,6 +53,7 @@ class ReplicaServer:
         self.attempt = 0
         self.child: ChildProcess | None = None
         self.restart_reason: str | None = None
+        self.load = ServerLoad()  # as it last said
         self._client: LLMServerClient | None = None
 
     def __repr__(self) -> str:
@@ -111,6 +115,17 @@ class RolloutRuntime:
         """Name the base model is served under. Version 0 where there will never be an adapter; else a
         name no request of an agent is sent to."""
         return base_name(self.model)
+
+    @property
+    def load(self) -> ServerLoad:
+        """How busy the servers are, as of a few seconds ago."""
+        loads = [replica.load for replica in self.replicas if replica.ready]
+        return ServerLoad(
+            num_running=sum(load.num_running for load in loads),
+            num_waiting=sum(load.num_waiting for load in loads),
+            kv_cache_use=max((u for load in loads if (u := load.kv_cache_use) is not None), default=None),
+            num_preemptions=sum(load.num_preemptions for load in loads),
+        )
 
     async def start(self) -> None:
         """Start all servers in parallel. Returns when each has answered a real generation of the base;
@@ -254,6 +269,7 @@ class RolloutRuntime:
     async def _until_unfit(self, replica: ReplicaServer) -> str:
         """Wait until the server died, hangs, or was asked to restart; returns which."""
         next_probe = time.monotonic() + self._probe_interval_s
+        next_load = time.monotonic() + _LOAD_INTERVAL_S
         while True:
             if replica.child is None or replica.child.returncode is not None:
                 code = replica.child.returncode if replica.child else None
@@ -264,7 +280,16 @@ class RolloutRuntime:
                 if await self._is_hung(replica):
                     return f"generated nothing for {self._probe_timeout_s:g} s"
                 next_probe = time.monotonic() + self._probe_interval_s
+            if time.monotonic() >= next_load:
+                await self._read_load(replica)
+                next_load = time.monotonic() + _LOAD_INTERVAL_S
             await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+    async def _read_load(self, replica: ReplicaServer) -> None:
+        try:
+            replica.load = await replica.client.load(timeout_s=_LOAD_TIMEOUT_S)
+        except (BackendRejectedError, BackendUnavailableError):
+            return  # the probe says whether it hangs; what it last said stands
 
     async def _is_hung(self, replica: ReplicaServer) -> bool:
         before = await self._tokens_processed(replica)

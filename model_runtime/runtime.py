@@ -334,6 +334,7 @@ class ModelAsyncRuntime:
             step=trainer.step if trainer else 0,
             steps_left=trainer.steps_left if trainer else self.model.max_steps,
             queue=trainer.queue if trainer else QueueReport(),
+            load=self.rollout_runtime.load,
             totals=trainer.totals if trainer else {},
             last_metrics=trainer.last_metrics if trainer else {},
         )

@@ -44,7 +44,10 @@ async def health(request: Request) -> dict[str, str]:
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     gateway = gateway_of(request)
-    return Response(
-        gateway.metrics.exposition(gateway.bindings, num_open_sessions=len(gateway.sessions)),
-        media_type=CONTENT_TYPE_LATEST,
+    shown = gateway.metrics.exposition(
+        gateway.bindings,
+        num_open_sessions=len(gateway.sessions),
+        used=gateway.admission.used,
+        concurrency=gateway.admission.concurrency,
     )
+    return Response(shown, media_type=CONTENT_TYPE_LATEST)

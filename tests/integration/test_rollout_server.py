@@ -124,6 +124,12 @@ async def test_a_cancelled_request_is_aborted_on_the_server(vllm_server, vllm_cl
     assert await vllm_client.num_tokens_processed() == before
 
 
+async def test_a_real_server_says_how_busy_it_is(vllm_client):
+    load = await vllm_client.load()
+    assert load.kv_cache_use is not None
+    assert (load.num_running, load.num_waiting, load.num_preemptions) == (0, 0, 0)
+
+
 @pytest.mark.slow
 async def test_a_killed_server_comes_back_on_a_new_port_and_leaves_nothing(
     vllm_environment, tiny_base, tiny_adapters, tmp_path

@@ -242,6 +242,25 @@ async def test_processed_tokens_are_summed_from_the_metrics(backend, client):
     assert await client.num_tokens_processed() == 1012.0
 
 
+async def test_a_server_says_how_busy_it_is(backend, client):
+    text = (
+        "# TYPE vllm:kv_cache_usage_perc gauge\n"
+        'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
+        'vllm:num_requests_running{engine="0"} 3.0\n'
+        'vllm:num_requests_waiting{engine="0"} 2.0\n'
+        'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 2.0\n'
+        'vllm:num_preemptions_total{engine="0"} 4.0\n'
+    )
+    backend.reply = lambda _: respond(web.Response(text=text))
+    load = await client.load()
+    assert load.model_dump() == {
+        "num_running": 3,
+        "num_waiting": 2,
+        "kv_cache_use": 0.25,
+        "num_preemptions": 4,
+    }
+
+
 async def test_a_given_session_is_used_and_left_open(backend):
     backend.reply = answer([5], [-0.5])
     async with aiohttp.ClientSession() as http:
