@@ -11,8 +11,8 @@ from prefect.states import Cancelled
 
 from model_runtime.config import RunConfig
 from model_runtime.layout import RunLayout
+from model_runtime.patient_store import open_patient_store
 from model_runtime.runtime import ModelAsyncRuntime
-from model_runtime.store import open_store
 from tasks.checkpoint import record_checkpoint
 from tasks.lifecycle import Stopped, run_watched, to_the_end
 from tasks.metrics import ModelReporter
@@ -59,8 +59,8 @@ async def model_runtime(
 async def live(core: ModelAsyncRuntime, config: RunConfig) -> str:
     """Start, train and publish until no more versions come, then serve until stopped; the reason."""
     model = config.model(core.model_id)
-    store, layout = open_store(config.store), RunLayout(core.run_id)
-    reporter = ModelReporter(core, store, layout, model)
+    store, layout = open_patient_store(config.store), RunLayout(core.run_id)
+    reporter = ModelReporter(core, store.at_once(), layout, model)
     reporting = asyncio.create_task(reporter.run())
     try:
         await asyncio.gather(start_server(core), start_trainer(core))
@@ -70,6 +70,7 @@ async def live(core: ModelAsyncRuntime, config: RunConfig) -> str:
         announce("model.failed", model_id=core.model_id, run_id=core.run_id, reason=str(error)[:2000])
         raise
     finally:  # also when cancelled: within seconds, so nothing here waits for Prefect
+        store.give_up()
         reporting.cancel()
         await asyncio.gather(reporting, return_exceptions=True)
         await to_the_end(core.close)

@@ -37,10 +37,17 @@ from model_runtime.coordinator import (
     write_desired,
 )
 from model_runtime.documents import DesiredState
-from model_runtime.errors import ProcessError, RepertoryError, RunFailedError, SupersededError
+from model_runtime.errors import (
+    ProcessError,
+    RepertoryError,
+    RunFailedError,
+    StoreUnavailableError,
+    SupersededError,
+)
 from model_runtime.layout import RunLayout
+from model_runtime.patient_store import open_patient_store
 from model_runtime.protocol import ModelStatus, TrainerState
-from model_runtime.store import Store, open_store
+from model_runtime.store import Store
 from model_runtime.summary import RunSummary
 from model_runtime.workspace import ONE_RUN_ENV, Workspace, exclusive
 from tasks.checkpoint import take_snapshot
@@ -61,8 +68,7 @@ from tasks.summary import write_summary
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-SNAPSHOT_EVERY_S = 10.0
-LEADER_CHECK_EVERY_S = 10.0
+KEEP_UP_EVERY_S = 10.0
 DRAIN_LIMIT_S = 900.0
 """Longest wait for open work to settle and the rest of the log to be trained and published."""
 EVALUATION_LIMIT_S = 1800.0
@@ -211,7 +217,7 @@ async def take_over(config: RunConfig, run_id: str, place: ExitStack) -> Run:
     """
     for warning in config.warnings():
         log.warning("%s", warning)
-    store, layout = open_store(config.store), RunLayout(run_id)
+    store, layout = open_patient_store(config.store), RunLayout(run_id)
     await asyncio.to_thread(store.check)
     await asyncio.to_thread(refuse_unsafe_resume, store, layout, config)
     own_id = this_run.id
@@ -287,25 +293,37 @@ def _child(run: Run, role: str, *deployments: str) -> Child:
 
 async def follow(run: Run) -> None:
     """Watch until the work is done, the time is up, or nobody is left to train."""
-    began = snapshot_at = leader_at = time.monotonic()
-    limit = run.config.max_duration_s
+    keeping_up = asyncio.create_task(keep_up(run))
+    try:
+        await _follow(run, keeping_up)
+    finally:
+        keeping_up.cancel()
+        await asyncio.gather(keeping_up, return_exceptions=True)
+
+
+async def _follow(run: Run, keeping_up: asyncio.Task[None]) -> None:
+    began, limit = time.monotonic(), run.config.max_duration_s
     while True:
         await watch_children(run)
-        now = time.monotonic()
-        if now - snapshot_at > SNAPSHOT_EVERY_S:
-            snapshot_at = now
-            await asyncio.to_thread(run.coordinator.snapshot)
-        if now - leader_at > LEADER_CHECK_EVERY_S:
-            leader_at = now
-            await asyncio.to_thread(require_leading, run.store, run.layout, run.epoch)
+        if keeping_up.done():
+            await keeping_up
         if run.rollout is not None and run.rollout.final is not None:
             return
         if not await anyone_trains(run):
             return
-        if limit is not None and now - began > limit:
+        if limit is not None and time.monotonic() - began > limit:
             log.info("max_duration_s is up: draining")
             return
         await asyncio.sleep(POLL_S)
+
+
+async def keep_up(run: Run) -> None:
+    """Again and again: name what the models saved together, and see who leads the run. Beside the watch, so
+    that a store that is away does not hold that up. Raises SupersededError and StoreOutageError."""
+    while True:
+        await asyncio.sleep(KEEP_UP_EVERY_S)
+        await asyncio.to_thread(run.coordinator.snapshot)
+        await asyncio.to_thread(require_leading, run.store, run.layout, run.epoch)
 
 
 async def watch_children(run: Run) -> None:
@@ -415,6 +433,8 @@ async def stop_children(run: Run) -> None:
 
 async def shut_down(run: Run, state: str) -> None:
     """Whatever happened: no child and no gateway is left. Within CLEANUP_LIMIT_S when cancelled."""
+    if state != "completed":
+        run.store.give_up()
     if state not in ("completed", "superseded"):  # also for those that can't reach Prefect
         await asyncio.to_thread(_leave_word, run, f"the run is {state}")
     own_id = this_run.id
@@ -432,9 +452,16 @@ async def shut_down(run: Run, state: str) -> None:
     run.gateway_task.cancel()
     await asyncio.gather(run.gateway_task, return_exceptions=True)
     if state != "superseded":
-        await asyncio.to_thread(
-            update_run, run.store, run.layout, epoch=run.epoch, state=state, gateway_url=None
-        )
+        await asyncio.to_thread(_note_the_end, run, state)
+
+
+def _note_the_end(run: Run, state: str) -> None:
+    try:
+        update_run(run.store, run.layout, epoch=run.epoch, state=state, gateway_url=None)
+    except StoreUnavailableError as error:
+        if state == "completed":
+            raise
+        log.warning("run.json still says that the run is under way: %s", error)
 
 
 def _leave_word(run: Run, reason: str) -> None:

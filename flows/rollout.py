@@ -11,7 +11,7 @@ from prefect.states import Cancelled
 
 from model_runtime.config import RunConfig
 from model_runtime.layout import RunLayout
-from model_runtime.store import open_store
+from model_runtime.patient_store import open_patient_store
 from model_runtime.summary import HeldOut, write_held_out
 from model_runtime.workflow import DriverReport
 from tasks.lifecycle import Stopped, run_watched
@@ -46,21 +46,22 @@ async def rollout(
 async def _work(
     run_id: str, epoch: int, gateway_url: str, config: RunConfig, mode: Literal["train", "eval"]
 ) -> DriverReport:
-    store, reporter = open_store(config.store), RolloutReporter(config, mode)
+    store, reporter = open_patient_store(config.store), RolloutReporter(config, mode)
     reporting = asyncio.create_task(reporter.run())
     try:
         report = await drive(
             config, run_id=run_id, gateway_url=gateway_url, store=store, mode=mode, reporter=reporter
         )
+        if mode == "eval":
+            held_out = HeldOut(
+                num_executions=sum(report.executions.values()),
+                reward=report.mean_reward,
+                agent_success=report.agent_success,
+            )
+            await asyncio.to_thread(write_held_out, store, RunLayout(run_id), epoch, held_out)
     finally:
+        store.give_up()
         reporting.cancel()
         await asyncio.gather(reporting, return_exceptions=True)
-    if mode == "eval":
-        held_out = HeldOut(
-            num_executions=sum(report.executions.values()),
-            reward=report.mean_reward,
-            agent_success=report.agent_success,
-        )
-        await asyncio.to_thread(write_held_out, store, RunLayout(run_id), epoch, held_out)
     await reporter.show(done=True)
     return report

@@ -24,6 +24,8 @@ from gateway.limits import bounded_protocol
 from model_runtime.config import RunConfig, StoreConfig
 from model_runtime.errors import ConfigError, RepertoryError, SupersededError
 from model_runtime.gateway_config import GatewayConfig
+from model_runtime.layout import RunLayout
+from model_runtime.patient_store import PatientStore
 from model_runtime.protocol import admin_key
 from model_runtime.store import open_store
 from model_runtime.workspace import Workspace
@@ -85,16 +87,19 @@ async def serve(arguments: argparse.Namespace) -> int:
     admin_port = arguments.admin_port or config.gateway.admin_port
     journal = Workspace(arguments.run_id).session_journal(arguments.epoch)
     remove_older_journals(journal, arguments.epoch)
+    store = await asyncio.to_thread(open_store, config.store)
     gateway = Gateway(
         config,
         run_id=arguments.run_id,
-        store=await asyncio.to_thread(open_store, config.store),
+        store=store,
         epoch=arguments.epoch,
         incarnation=arguments.incarnation,
         admin_key=admin_key(),
         agents_url=None if admin_port is None else config.gateway.agents_url(arguments.port),
         journal=journal,
     )
+    patient = PatientStore(store, max_outage_s=config.store.max_outage_s)
+    await asyncio.to_thread(patient.exists, RunLayout(arguments.run_id).run())  # a start outlasts an outage
     await gateway.check_epoch()
     listeners = make_listeners(
         gateway,

@@ -90,7 +90,7 @@ class TrajectoryIngestor:
         trainable_models: Sequence[str],
         config: GatewayConfig,
         sessions: SessionJournal | None = None,
-        ingest_timeout_s: float = 120.0,
+        ingest_timeout_s: float = 45.0,
         retry_after_s: float = 0.2,
     ) -> None:
         self._store = store

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from model_runtime.errors import GatewayError, RequestTooLargeError, StoreError, SupersededError
+from model_runtime.protocol import STORE_UNAVAILABLE
 
 STORE_RETRY_AFTER_S = 2.0
 
@@ -57,7 +58,7 @@ def failure_of(error: Exception) -> Failure:
             return Failure(error.status_code, error.code, _text(error), param, error.retry_after_s)
         case StoreError():
             message = f"the store failed: {_text(error)}"
-            return Failure(503, "store_unavailable", message, retry_after_s=STORE_RETRY_AFTER_S)
+            return Failure(503, STORE_UNAVAILABLE, message, retry_after_s=STORE_RETRY_AFTER_S)
         case SupersededError():
             return Failure(503, "superseded", str(error))
         case RequestValidationError():

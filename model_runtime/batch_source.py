@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from model_runtime.batch_journal import journaled_steps, read_batch
 from model_runtime.config import ModelConfig
-from model_runtime.errors import TrainerError
+from model_runtime.errors import StoreOutageError, StoreUnavailableError, TrainerError
 from model_runtime.layout import ModelLayout
 from model_runtime.protocol import TrainerControl, TrainerState
 from model_runtime.store import Store
@@ -15,6 +15,7 @@ from model_runtime.training_queue import Batch, TrainingQueue
 
 MIN_QUEUE_POLL_S = 0.05  # between two looks at a log that was written just now
 MAX_QUEUE_POLL_S = 0.25  # between two looks at an idle log
+AWAY_POLL_S = 1.0  # between two at a store that is away
 REPLAY_WAIT_S = 60.0  # for the log to show what a journaled batch has read before
 NO_SIGNAL_BATCHES = 10  # batch-equivalents of groups without signal that end a model ...
 NO_SIGNAL_GROUPS = 64  # ... but never fewer: rare rewards in small batches look the same for a while
@@ -47,7 +48,7 @@ class BatchSource:
     ) -> Batch | TrainerState | None:
         """The next batch of the queue, the state in which training ends, or None for now."""
         final = control.desired == "drain"
-        self._poll(at_once=final)
+        is_read = self._poll(at_once=final)
         batch = self._queue.next_batch(
             step,
             published_version=control.published_version or 0,
@@ -57,6 +58,8 @@ class BatchSource:
         )
         if batch is not None:
             return batch
+        if not is_read:
+            return None
         if final:
             return "drained"
         report = self._queue.report()
@@ -70,7 +73,9 @@ class BatchSource:
         deadline = time.monotonic() + REPLAY_WAIT_S
 
         def poll() -> Batch | None:
-            self._poll(at_once=True)
+            nonlocal deadline
+            if not self._poll(at_once=True):
+                deadline = time.monotonic() + REPLAY_WAIT_S  # the store is away, not the log short
             batch = self._queue.replay(document)
             if batch is None and time.monotonic() > deadline:
                 raise TrainerError(
@@ -82,15 +87,23 @@ class BatchSource:
 
         return poll
 
-    def journal(self, batch: Batch) -> None:
+    def journal(self, batch: Batch, store: Store) -> None:
         """Make the batch durable. Raises ObjectExistsError when another trainer wrote this step."""
         if batch.step not in self._journaled:
-            self._store.put_if_absent(self._layout.batch(batch.step), batch.document.to_bytes())
+            store.put_if_absent(self._layout.batch(batch.step), batch.document.to_bytes())
 
-    def _poll(self, *, at_once: bool) -> None:
+    def _poll(self, *, at_once: bool) -> bool:
+        """False while the store is away: there may be more in the log than is known."""
         now = time.monotonic()
         if not at_once and now < self._next_poll:
-            return
-        found = self._queue.poll()
+            return True
+        try:
+            found = self._queue.poll()
+        except StoreOutageError:
+            raise
+        except StoreUnavailableError:  # what was read before can be trained meanwhile
+            self._next_poll = time.monotonic() + AWAY_POLL_S
+            return False
         self._poll_pause_s = MIN_QUEUE_POLL_S if found else min(2 * self._poll_pause_s, MAX_QUEUE_POLL_S)
         self._next_poll = time.monotonic() + self._poll_pause_s
+        return True

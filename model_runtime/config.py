@@ -48,6 +48,9 @@ class StoreConfig(Section):
     """Limit for one operation, its retries included."""
     max_attempts: int = Field(default=4, ge=1, le=20)
     """Attempts per operation."""
+    max_outage_s: float = Field(default=600.0, ge=0)
+    """A run goes on while the store is away, or full, for this long: it serves, collects and trains from
+    what it holds. Then it stops, to be resumed."""
 
     @field_validator("url")
     @classmethod

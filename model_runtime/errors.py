@@ -7,6 +7,8 @@ RepertoryError
 │   ├── ObjectExistsError (FileExistsError)   create-if-absent lost to other bytes
 │   ├── StoreAccessError (PermissionError)
 │   ├── StoreUnavailableError (ConnectionError)
+│   │   ├── StoreFullError                no space left where the store is
+│   │   └── StoreOutageError              unavailable for longer than store.max_outage_s; the run stops
 │   └── StoreUnsafeError                  the store ignores conditional writes
 ├── CorruptObjectError (ValueError)       bytes in the store do not match their checksum or schema
 ├── InvalidTrajectoryError (ValueError)   a record breaks an invariant of `types.Trajectory`
@@ -65,6 +67,14 @@ class StoreAccessError(StoreError, PermissionError):
 
 class StoreUnavailableError(StoreError, ConnectionError):
     """The store did not answer within its limits."""
+
+
+class StoreFullError(StoreUnavailableError):
+    """There is no space left for this object. Waited for like an outage: the run goes on once there is."""
+
+
+class StoreOutageError(StoreUnavailableError):
+    """The store was unavailable for longer than `store.max_outage_s`."""
 
 
 class StoreUnsafeError(StoreError):

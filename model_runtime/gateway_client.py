@@ -8,7 +8,7 @@ same Idempotency-Key, so that the gateway joins the two.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import aiohttp
@@ -16,6 +16,7 @@ import msgspec
 from pydantic import BaseModel
 from tenacity import (
     AsyncRetrying,
+    RetryCallState,
     retry_if_exception_type,
     stop_after_delay,
     wait_exponential_jitter,
@@ -38,6 +39,7 @@ from model_runtime.errors import (
     UnknownModelError,
     UnknownSessionError,
 )
+from model_runtime.protocol import STORE_UNAVAILABLE
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -81,11 +83,22 @@ class GatewayClient:
     """Calls on one gateway. Every failure is a GatewayError: BackendUnavailableError and
     ModelNotReadyError are the infrastructure's, the others are the caller's own and final."""
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, *, admin_key: str, patience_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        http: aiohttp.ClientSession,
+        *,
+        admin_key: str,
+        patience_s: float,
+        store_patience_s: float = 0.0,
+    ) -> None:
+        """`patience_s` with a gateway that is away; one that answers that its store is away gets
+        `store_patience_s` more."""
         self.url = url.rstrip("/")
         self._http = http
         self._admin_headers = _headers(admin_key)
         self._patience_s = patience_s
+        self._store_patience_s = store_patience_s
 
     async def control(
         self,
@@ -99,7 +112,7 @@ class GatewayClient:
         """A control call, repeated while the gateway is away or answers 5xx."""
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_WORTH_REPEATING),
-            stop=stop_after_delay(self._patience_s if patience_s is None else patience_s),
+            stop=self._gives_up(self._patience_s) if patience_s is None else stop_after_delay(patience_s),
             wait=wait_exponential_jitter(multiplier=0.1, max=3.0, jitter=0.2),
             reraise=True,
         )
@@ -109,6 +122,14 @@ class GatewayClient:
                 reply = await self._post(f"{self.url}{path}", data, self._admin_headers, timeout_s)
                 return answer.model_validate_json(reply)
         raise AssertionError("unreachable: tenacity re-raises the last error")
+
+    def _gives_up(self, patience_s: float) -> Callable[[RetryCallState], bool]:
+        def stop(state: RetryCallState) -> bool:
+            error = state.outcome.exception() if state.outcome is not None else None
+            more_s = self._store_patience_s if isinstance(error, _StoreAway) else 0.0
+            return (state.seconds_since_start or 0.0) >= patience_s + more_s
+
+        return stop
 
     async def call(
         self, url: str, body: Any, *, api_key: str, timeout_s: float, idempotency_key: str | None = None
@@ -150,6 +171,10 @@ class GatewayClient:
         return reply
 
 
+class _StoreAway(BackendUnavailableError):
+    """The gateway is there, and waits for its store."""
+
+
 class _ConnectionBroke(BackendUnavailableError):
     """The gateway could not be reached, or went away before it answered."""
 
@@ -162,6 +187,8 @@ def error_of(status: int, reply: bytes) -> GatewayError:
     message, code = _message_and_code(reply)
     if (known := _BY_CODE.get(code)) is not None:
         return known(message)
+    if code == STORE_UNAVAILABLE:
+        return _StoreAway(f"the gateway answered {status}: {message}")
     if status >= 500:
         return BackendUnavailableError(f"the gateway answered {status}: {message}")
     if status in (400, 422):

@@ -14,6 +14,7 @@ from model_runtime.errors import (
     ObjectNotFoundError,
     StoreAccessError,
     StoreError,
+    StoreFullError,
     StoreUnsafeError,
 )
 from model_runtime.store import HIDDEN, SINGLE_WRITER_HINT, Store, check_key, visible
@@ -132,6 +133,10 @@ class _translated:
         reason = error.strerror or str(error)
         if isinstance(error, PermissionError):
             raise StoreAccessError(f"{self._what}: {reason}; is the folder writable for you?") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFullError(
+                f"{self._what}: {reason}; free some space there, the write is tried again meanwhile"
+            ) from error
         missing = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
         if self._what.startswith("get ") and isinstance(error, missing):
             raise ObjectNotFoundError(f"{self._what}: no such object") from error

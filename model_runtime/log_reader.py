@@ -34,10 +34,11 @@ class LogReader:
 
     def __init__(self, store: Store, layout: ModelLayout, *, start: Mapping[str, int] | None = None) -> None:
         self._store = store
+        self._tail = store.at_once()  # what is new can wait for the next look
         self._layout = layout
         self.next_seq: dict[str, int] = dict(start or {})
         self.quarantined: dict[Position, CorruptObjectError] = {}
-        self._ahead = ReadAhead(store, layout)
+        self._ahead = ReadAhead(self._tail, layout)
 
     def prefetch(self) -> None:
         """Begin to read what comes next, on another thread. `new_shards` then finds it read."""
@@ -46,7 +47,7 @@ class LogReader:
     def new_shards(self) -> Iterator[tuple[Position, Shard]]:
         """Every shard written since the last call. The position moves on once the consumer takes the next."""
         ahead = self._ahead.take()
-        for writer in self._store.children(self._layout.log_writers()):
+        for writer in self._tail.children(self._layout.log_writers()):
             seq = self.next_seq.setdefault(writer, 0)
             while (found := ahead.pop((writer, seq), None) or self._get(writer, seq)) is not None:
                 shard = (
@@ -64,7 +65,7 @@ class LogReader:
 
     def _get(self, writer: str, seq: int) -> bytes | None:
         try:
-            return self._store.get(self._layout.log_shard(writer, seq))
+            return self._tail.get(self._layout.log_shard(writer, seq))
         except ObjectNotFoundError:
             return None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -41,12 +41,17 @@ class MetricsWriter:
 
     def append(self, row: Row) -> None:
         """Durable when it returns. Values that are not finite are stored as null."""
+        self.row(row)(self._store)
+
+    def row(self, row: Row) -> Callable[[Store], None]:
+        """Take the row in; what is returned makes it durable, with all rows before it."""
         line = json.dumps({key: _finite(value) for key, value in row.items()}).encode()
         if self._lines and self._num_bytes + len(line) > _CHUNK_BYTES:
             self._chunk, self._lines, self._num_bytes = self._chunk + 1, [], 0
         self._lines.append(line)
         self._num_bytes += len(line) + 1
-        self._store.put(self._key(self._chunk), b"\n".join(self._lines) + b"\n")
+        key, data = self._key(self._chunk), b"\n".join(self._lines) + b"\n"
+        return lambda store: store.put(key, data)
 
 
 def read_metrics(store: Store, layout: ModelLayout, stream: str) -> list[dict[str, Any]]:

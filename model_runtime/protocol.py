@@ -26,6 +26,8 @@ from model_runtime.errors import ConfigError
 from model_runtime.store import check_key
 
 ADMIN_KEY_ENV = "REPERTORY_ADMIN_KEY"
+STORE_UNAVAILABLE = "store_unavailable"
+"""Code of the gateway's answer while its store is away."""
 
 RuntimeStatus = Literal["starting", "ready", "syncing", "failed", "stopped"]
 TrainerState = Literal["loading", "running", "waiting", "drained", "finished", "no_signal", "failed"]
@@ -329,6 +331,7 @@ class GatewayStatus(_Wire):
 
 CONTROL_FILE = "trainer_control.json"
 STATUS_FILE = "trainer_status.json"
+STORE_OUTAGE_EXIT_CODE = 4
 
 
 class TrainerControl(_Wire):

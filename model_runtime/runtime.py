@@ -29,6 +29,7 @@ from model_runtime.devices import assign_gpus, check_gpus, cuda_numbers, visible
 from model_runtime.errors import RepertoryError, SupersededError
 from model_runtime.layout import RunLayout
 from model_runtime.metrics import MetricsWriter
+from model_runtime.patient_store import open_patient_store
 from model_runtime.protocol import (
     ADMIN_KEY_ENV,
     ModelRenewal,
@@ -42,7 +43,6 @@ from model_runtime.protocol import (
 )
 from model_runtime.registrar import Registrar
 from model_runtime.rollout_server import RolloutRuntime
-from model_runtime.store import open_store
 from model_runtime.synchronizer import ParameterSynchronizer, PublishReport, SyncLimits
 from model_runtime.tokenizer_bundle import publish_tokenizer
 from model_runtime.trainer_process import TrainerLimits, TrainerProcess
@@ -79,7 +79,7 @@ class ModelAsyncRuntime:
         self.run_id = run_id
         self.epoch = epoch
         self.incarnation = incarnation
-        self._store = open_store(config.store)
+        self._store = open_patient_store(config.store)
         self._layout = RunLayout(run_id)
         self._model_layout = self._layout.model(model_id)
         self._workspace = Workspace(run_id)
@@ -105,7 +105,7 @@ class ModelAsyncRuntime:
             model_id=model_id,
             epoch=epoch,
             config=config.gateway,
-            store=self._store,
+            store=self._store.at_once(),
             layout=self._layout,
             compose=self._renewal,
             on_answer=self._take_answer,
@@ -354,7 +354,11 @@ class ModelAsyncRuntime:
     def _record_sync(self, row: Mapping[str, Any]) -> None:
         if self._sync_rows is None:
             self._sync_rows = MetricsWriter(
-                self._store, self._model_layout, "syncs", epoch=self.epoch, incarnation=self.incarnation
+                self._store.at_once(),
+                self._model_layout,
+                "syncs",
+                epoch=self.epoch,
+                incarnation=self.incarnation,
             )
         self._sync_rows.append(row)
 
@@ -404,6 +408,7 @@ class ModelAsyncRuntime:
     # ------------------------------------------------------------------ the end
 
     async def _close(self) -> None:
+        self._store.give_up()
         if self._opening is not None:
             await _cancelled(self._opening)
         if self._registering is not None:

@@ -47,6 +47,13 @@ class Store(ABC):
     def uri(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
 
+    def at_once(self) -> Store:
+        """This store without patience, for those who have something else to do while it is away."""
+        return self
+
+    def give_up(self) -> None:  # noqa: B027 - most stores have no patience to lose
+        """Nobody waits for this store any longer than one operation takes: this process is to end."""
+
     @abstractmethod
     def put(self, key: str, data: bytes) -> None:
         """Write the object; replaces one that is there, atomically."""

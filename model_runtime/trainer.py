@@ -8,7 +8,9 @@ its runtime through the mailbox and with everybody else through the store:
     checkpoints/step-<n>/ weights, optimizer and what the queue has consumed, under one manifest
 
 Killed at any moment, it goes on from its last manifest: it replays the journaled batches and, on one CPU
-process, arrives at the same bytes. Exit code 0: ended well or stopped; 1: failed; 3: superseded.
+process, arrives at the same bytes. While the store is away it trains what it has read and writes when the
+store is back, in the order above. Exit code 0: ended well or stopped; 1: failed; 3: superseded; 4: the
+store was away for longer than `store.max_outage_s`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,6 @@ from model_runtime.adapters import (
     next_free_version,
     write_version,
 )
-from model_runtime.background import BackgroundWriter
 from model_runtime.batch_source import BatchSource, no_signal_bound
 from model_runtime.checkpoints import TrainingState, load_latest_checkpoint, save_checkpoint
 from model_runtime.config_file import parse_config
@@ -42,14 +43,18 @@ from model_runtime.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
     RepertoryError,
+    StoreOutageError,
+    StoreUnavailableError,
     SupersededError,
     TrainerError,
 )
-from model_runtime.layout import RunLayout, number_in
+from model_runtime.layout import RunLayout
 from model_runtime.mailbox import StopRequested, TrainerMailbox
 from model_runtime.metrics import MetricsWriter
-from model_runtime.protocol import TrainerControl, TrainerSpec, TrainerState
-from model_runtime.store import open_store
+from model_runtime.patient_store import PatientStore
+from model_runtime.protocol import STORE_OUTAGE_EXIT_CODE, TrainerControl, TrainerSpec, TrainerState
+from model_runtime.store import Store, open_store
+from model_runtime.store_writer import StoreWriter
 from model_runtime.tracking import Tracking
 from model_runtime.training_queue import Batch, TrainingQueue
 
@@ -58,7 +63,6 @@ if TYPE_CHECKING:
 
 POLL_S = 0.05  # between two looks at the mailbox while waiting
 LOAD_S = 600.0  # the longest sign of life while the model loads
-SIGN_OF_LIFE_S = 10.0  # between two while the last writes end
 WORK_S = 300.0  # … during one forward and backward pass, or one store operation
 MAX_CANARY_PROMPT_TOKENS = 256
 
@@ -80,12 +84,16 @@ class FullyAsyncTrainer:
         self._max_wait_s = config.workflow.group_timeout_s
         self._mailbox = mailbox
         self._stop = stop
-        self._store = open_store(config.store)
+        self._store = PatientStore(
+            open_store(config.store), max_outage_s=config.store.max_outage_s, waiting=self._store_is_away
+        )
         self._run = RunLayout(spec.run_id)
         self._layout = self._run.model(spec.model_id)
         self._control = TrainerControl()
         self._step = 0
-        self._writer = BackgroundWriter(f"{spec.model_id}-writer")
+        self._writer = StoreWriter(
+            self._store, self._run, model_id=spec.model_id, epoch=spec.epoch, alive=self._is_at_work
+        )
         self._version = -1  # newest version of this line of training; it may still be on its way to the store
         self._version_step = 0  # the step it was committed after
         self._newest_version = -1  # newest in the store; above `_version` while batches are replayed
@@ -112,7 +120,7 @@ class FullyAsyncTrainer:
             except StopRequested:
                 if self._step != (self._saved_step or 0):
                     self._save()
-                self._finish_writing()
+                self._writer.finish()
                 raise
         finally:
             self._writer.close()
@@ -148,7 +156,7 @@ class FullyAsyncTrainer:
             self._commit()
         if self._saved_step != self._step:
             self._save()
-        self._finish_writing()
+        self._writer.finish()
         reason = (
             f"{no_signal_bound(self._model)} groups in a row had no signal" if state == "no_signal" else ""
         )
@@ -198,7 +206,7 @@ class FullyAsyncTrainer:
         self._report()
         if self._version < 0:
             self._commit()
-            self._finish_writing()
+            self._writer.finish()
         self._report(state="running")
 
     def _warm_up(self) -> None:
@@ -206,7 +214,7 @@ class FullyAsyncTrainer:
 
         orders = Orders(
             obey=self._obey,
-            may_write=self._refuse_if_superseded,
+            may_write=self._writer.require_leading,
             say=lambda what: self._mailbox.report(state="running", reason=what),
         )
         stage = WarmUp(
@@ -258,12 +266,16 @@ class FullyAsyncTrainer:
         return found
 
     def _journal(self, batch: Batch) -> None:
-        """Make the batch durable before anything is trained on it."""
-        self._refuse_if_superseded()
+        """Make the batch durable before anything is trained on it; while the store is away, before anything
+        that came of it."""
+        self._writer.durably(lambda store: self._journal_in(store, batch))
+
+    def _journal_in(self, store: Store, batch: Batch) -> None:
+        self._writer.require_leading(store)
         try:
-            self._batches.journal(batch)
+            self._batches.journal(batch, store)
         except ObjectExistsError as error:
-            self._refuse_if_superseded()
+            self._writer.require_leading(store)
             raise TrainerError(
                 f"{self._spec.model_id}: another trainer is at work on this model: {error}"
             ) from error
@@ -290,7 +302,6 @@ class FullyAsyncTrainer:
             self._publisher_has_caught_up, reason=f"waiting for v{self._newest_version} to be published"
         )
         began = time.monotonic()
-        self._refuse_if_superseded()
         self._mailbox.working(for_s=WORK_S)
         from model_runtime.policy import make_canary
 
@@ -308,7 +319,7 @@ class FullyAsyncTrainer:
         self._version, self._version_step = self._number_of_next_version(write), step
         self._version_tensors = tensors
         self._timings["timing_s/commit_version"] = time.monotonic() - began
-        self._write(partial(write, self._version), self._note_version)
+        self._writer.beside(partial(write, self._version), self._note_version)
 
     def _note_version(self, document: VersionDocument) -> None:
         self._newest_version = max(self._newest_version, document.version)
@@ -328,17 +339,14 @@ class FullyAsyncTrainer:
             logger.warning("%s; taking the next free number", error)
             return next_free_version(self._store, self._layout)
 
-    def _write(self, job: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Beside the loop, while this epoch leads."""
+    def _store_is_away(self, error: StoreUnavailableError) -> None:
+        """Called on any thread that waits for the store."""
+        self._is_at_work()
+        if self._stop.is_set() or self._mailbox.control().desired == "stop":
+            self._store.give_up()
 
-        def fenced() -> T:
-            self._refuse_if_superseded()
-            return job()
-
-        self._writer.submit(fenced, then)
-
-    def _finish_writing(self) -> None:
-        self._writer.finish(sign_of_life=lambda: self._mailbox.working(for_s=WORK_S), every_s=SIGN_OF_LIFE_S)
+    def _is_at_work(self) -> None:
+        self._mailbox.working(for_s=WORK_S)
 
     def _publisher_has_caught_up(self) -> bool | None:
         published = self._control.published_version
@@ -346,9 +354,9 @@ class FullyAsyncTrainer:
         return True if newest <= (-1 if published is None else published) else None
 
     def _save(self) -> None:
-        self._finish_writing()  # a store slower than training holds it up: copies don't pile up
+        if self._saved_step != self._checkpoint_step:
+            self._writer.finish()  # a store slower than training holds it up: copies don't pile up
         began = time.monotonic()
-        self._refuse_if_superseded()
         self._mailbox.working(for_s=WORK_S)
         arrays, generators = self._learner.generator_state()
         state = TrainingState(
@@ -368,7 +376,7 @@ class FullyAsyncTrainer:
         )  # fmt: skip
         self._saved_step = self._step
         self._timings["timing_s/save_checkpoint"] = time.monotonic() - began
-        self._write(save, self._note_checkpoint)
+        self._writer.beside(save, self._note_checkpoint)
 
     def _note_checkpoint(self, document: CheckpointDocument) -> None:
         self._checkpoint_step = document.step
@@ -391,7 +399,7 @@ class FullyAsyncTrainer:
     def _obey(self) -> None:
         """Read the runtime's orders and give a sign of life. Raises StopRequested, and what went wrong beside
         the loop."""
-        self._mailbox.working(for_s=WORK_S)
+        self._is_at_work()
         self._writer.settle()
         control = self._mailbox.control()
         if self._stop.is_set() or control.desired == "stop":
@@ -401,16 +409,6 @@ class FullyAsyncTrainer:
             self._queue.published(published or 0)
             self._mailbox.report(queue=self._queue.report())
         self._control = control
-
-    def _refuse_if_superseded(self) -> None:
-        """Nothing durable is written once a newer epoch leads the run."""
-        epochs = [number_in(n) for n in self._store.children(self._run.epochs()) if n.startswith("epoch-")]
-        newest = max(epochs, default=self._spec.epoch)
-        if newest > self._spec.epoch:
-            raise SupersededError(
-                f"run {self._spec.run_id}: epoch {newest} leads; the trainer of {self._spec.model_id} "
-                f"in epoch {self._spec.epoch} stops"
-            )
 
     def _note(self, batch: Batch, metrics: dict[str, float], *, waited_s: float, step_s: float) -> None:
         """Write the step's row and show it in the status."""
@@ -430,7 +428,8 @@ class FullyAsyncTrainer:
         self._timings = {}
         self._mailbox.working(for_s=WORK_S)
         identity = {"step": batch.step, "model_id": self._spec.model_id, "version": self._version}
-        self._metrics.append({**identity, "epoch": self._spec.epoch, "time": time.time(), **row})
+        write = self._metrics.row({**identity, "epoch": self._spec.epoch, "time": time.time(), **row})
+        self._writer.durably(write)
         if self._tracking is not None:
             self._tracking.log(row, step=batch.step)
         self._report(last_metrics={name: value for name, value in row.items() if math.isfinite(value)})
@@ -463,7 +462,7 @@ def run_trainer(spec: TrainerSpec, *, stop: threading.Event) -> int:
         except RepertoryError as error:
             mailbox.report(state="failed", reason=str(error))
             logger.error("%s", error)
-            return 1
+            return STORE_OUTAGE_EXIT_CODE if isinstance(error, StoreOutageError) else 1
         except BaseException as error:
             mailbox.report(state="failed", reason=f"{type(error).__name__}: {error}")
             raise

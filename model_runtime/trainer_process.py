@@ -17,9 +17,16 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from model_runtime.errors import SupersededError, TrainerError
+from model_runtime.errors import StoreOutageError, SupersededError, TrainerError
 from model_runtime.processes import ChildProcess
-from model_runtime.protocol import CONTROL_FILE, STATUS_FILE, TrainerControl, TrainerSpec, TrainerStatus
+from model_runtime.protocol import (
+    CONTROL_FILE,
+    STATUS_FILE,
+    STORE_OUTAGE_EXIT_CODE,
+    TrainerControl,
+    TrainerSpec,
+    TrainerStatus,
+)
 from model_runtime.versions import Changed
 
 logger = logging.getLogger(__name__)
@@ -90,8 +97,9 @@ class TrainerProcess:
     async def run(self) -> None:
         """Start the trainer, and again whenever it dies or hangs; return when it has ended well.
 
-        Raises TrainerError with the last reason and the end of the log when the restarts are used up, and
-        SupersededError when the trainer saw a newer epoch. When cancelled it stops the trainer first.
+        Raises TrainerError with the last reason and the end of the log when the restarts are used up,
+        SupersededError when the trainer saw a newer epoch, StoreOutageError when the store was away for too
+        long. When cancelled it stops the trainer first.
         """
         spec_path = self._mailbox / "trainer_spec.json"
         _replace(spec_path, self._spec.model_dump_json(indent=1))
@@ -158,6 +166,8 @@ class TrainerProcess:
         state = last.state if last else None
         if child.returncode == SUPERSEDED_EXIT_CODE:
             raise SupersededError(last.reason if last else "the trainer saw a newer epoch")
+        if child.returncode == STORE_OUTAGE_EXIT_CODE:
+            raise StoreOutageError(last.reason if last else "the store was away for too long")
         told_to_stop = self._control is not None and self._control.desired == "stop"
         if child.returncode == 0 and (state in ENDED_WELL or told_to_stop):
             return None

@@ -99,6 +99,7 @@ class RolloutDriver:
         self._layout = RunLayout(run_id)
         self._gateway_url = gateway_url
         self._store = store
+        self._store_patience_s = config.store.max_outage_s
         self._mode: Mode = mode
         self._progress = progress
         self._workflow = workflow
@@ -120,7 +121,11 @@ class RolloutDriver:
             trusted_certificate=self._trusted_certificate,
         ) as http:
             gateway = GatewayClient(
-                self._gateway_url, http, admin_key=admin_key(), patience_s=GATEWAY_PATIENCE_S
+                self._gateway_url,
+                http,
+                admin_key=admin_key(),
+                patience_s=GATEWAY_PATIENCE_S,
+                store_patience_s=self._store_patience_s,
             )
             try:
                 await self._drive(groups, self._executor(workflow, gateway))

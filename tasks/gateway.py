@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "gateway")
 START_LIMIT_S = 90.0
-"""Longest wait for a new process to answer /health; importing it on a busy machine takes seconds."""
+"""Longest wait for a new process to answer /health, beyond the outage of the store that it waits out;
+importing it on a busy machine takes seconds."""
 HEALTH_POLL_S = 0.2
 GRACE_S = 8.0
 """Between SIGTERM and SIGKILL: it flushes what is finalized."""
@@ -89,15 +90,14 @@ class GatewayProcess:
             grace_s=GRACE_S,
             pass_fds=[listener.fileno() for listener in self._listeners],
         )
-        until = time.monotonic() + START_LIMIT_S
+        limit_s = START_LIMIT_S + self._run_config.store.max_outage_s
+        until = time.monotonic() + limit_s
         while not await self._is_healthy(self._child):
             if self._child.returncode is not None:
                 raise ProcessError(self._death("died while it started"))
             if time.monotonic() > until:
                 await self._child.stop()
-                raise ProcessError(
-                    self._death(f"did not answer {self.url}/health within {START_LIMIT_S:.0f} s")
-                )
+                raise ProcessError(self._death(f"did not answer {self.url}/health within {limit_s:.0f} s"))
             await asyncio.sleep(HEALTH_POLL_S)
 
     async def _is_healthy(self, child: ChildProcess) -> bool:

@@ -2,7 +2,8 @@
 
 Steered by files in its mailbox folder: `versions` (how many it commits; default 1), `fail` (reports that
 text and exits 1), `crash` (exits 9 without a word, and removes the file), `hang` (stops beating),
-`supersede` (exits 3). It drains when told to.
+`supersede` (exits 3), `outage` (reports that text and exits as one whose store stayed away). It drains when
+told to.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from model_runtime.config_file import parse_config
 from model_runtime.documents import CanaryProbe
 from model_runtime.layout import RunLayout
 from model_runtime.mailbox import TrainerMailbox
-from model_runtime.protocol import QueueReport, TrainerSpec
+from model_runtime.protocol import STORE_OUTAGE_EXIT_CODE, QueueReport, TrainerSpec
 from model_runtime.store import open_store
 from tests.fake_servers import make_adapter_files
 
@@ -41,6 +42,9 @@ def main(spec: TrainerSpec) -> int:
             if (folder / "supersede").exists():
                 mailbox.report(state="failed", reason="epoch 9 leads")
                 return 3
+            if (folder / "outage").exists():
+                mailbox.report(state="failed", reason=(folder / "outage").read_text())
+                return STORE_OUTAGE_EXIT_CODE
             if (folder / "hang").exists():
                 mailbox.working(for_s=-1)
             control = mailbox.control()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -26,7 +27,7 @@ from flows.multi_model_training import (
 )
 from model_runtime.config import RunConfig
 from model_runtime.coordinator import CheckpointCoordinator, begin_run, claim_epoch, read_desired
-from model_runtime.errors import ProcessError, SupersededError
+from model_runtime.errors import ProcessError, StoreOutageError, SupersededError
 from model_runtime.layout import RunLayout
 from model_runtime.protocol import GatewayStatus, ModelRenewal, ModelStatus
 from model_runtime.store import Store
@@ -221,9 +222,40 @@ async def test_a_gateway_that_was_given_up_ends_the_run(run: Run) -> None:
 async def test_a_newer_epoch_ends_the_older_one(
     run: Run, local_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LEADER_CHECK_EVERY_S", 0)
+    monkeypatch.setattr(module, "KEEP_UP_EVERY_S", 0)
     claim_epoch(local_store, LAYOUT, host="another")
     with pytest.raises(SupersededError):
+        await within(follow(run))
+
+
+async def test_a_store_that_is_away_does_not_hold_up_the_watch_over_the_children(
+    run: Run, prefect: FakePrefect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KEEP_UP_EVERY_S", 0)
+    asked, back = threading.Event(), threading.Event()
+
+    def snapshot() -> None:
+        asked.set()
+        back.wait(30)
+
+    monkeypatch.setattr(run, "coordinator", SimpleNamespace(snapshot=snapshot))
+    following = asyncio.create_task(follow(run))
+    await asyncio.to_thread(asked.wait, 10)
+    prefect.end("rollout", Completed())
+    await within(following)
+    back.set()
+
+
+async def test_a_store_that_stays_away_ends_the_run_with_its_message(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KEEP_UP_EVERY_S", 0)
+
+    def snapshot() -> None:
+        raise StoreOutageError("s3://b has been unavailable for 601 s")
+
+    monkeypatch.setattr(run, "coordinator", SimpleNamespace(snapshot=snapshot))
+    with pytest.raises(StoreOutageError, match="s3://b"):
         await within(follow(run))
 
 

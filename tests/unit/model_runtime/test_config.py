@@ -334,6 +334,10 @@ BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
         ["multi_model.models[0].trainer", "kernels: liger needs a GPU", "n_gpus"],
     ),
     "store scheme": ([(("store", "url"), "gs://b/x")], ["store.url", "got 'gs://b/x'", "s3://bucket/prefix"]),
+    "store outage": (
+        [(("store", "max_outage_s"), -1)],
+        ["store.max_outage_s", "got -1", "greater than or equal to 0"],
+    ),
     "store bucket": ([(("store", "url"), "s3:///x")], ["store.url", "got 's3:///x'", "names no bucket"]),
     "workflow function": (
         [(("workflow",), {"function": "my.module", "tasks": "t.jsonl"})],

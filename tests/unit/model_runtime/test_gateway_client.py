@@ -29,7 +29,7 @@ OPEN = {"group_id": "g", "status": "open"}
 
 @asynccontextmanager
 async def client_of(
-    handler: Callable[[web.Request], Any], *, patience_s: float = 5.0
+    handler: Callable[[web.Request], Any], *, patience_s: float = 5.0, store_patience_s: float = 0.0
 ) -> AsyncIterator[GatewayClient]:
     app = web.Application()
     app.router.add_post("/{path:.*}", handler)
@@ -38,7 +38,9 @@ async def client_of(
     try:
         async with open_http(max_connections=4) as http:
             url = str(server.make_url("")).rstrip("/")
-            yield GatewayClient(url, http, admin_key="k" * 16, patience_s=patience_s)
+            yield GatewayClient(
+                url, http, admin_key="k" * 16, patience_s=patience_s, store_patience_s=store_patience_s
+            )
     finally:
         await server.close()
 
@@ -152,3 +154,25 @@ async def test_an_answer_that_does_not_come_names_the_limit() -> None:
     async with client_of(handler) as client:
         with pytest.raises(BackendUnavailableError, match=r"no answer from .*/chat within 0\.1 s"):
             await client.call(f"{client.url}/chat", {}, api_key="s", timeout_s=0.1)
+
+
+async def test_a_gateway_whose_store_is_away_is_waited_for_longer_than_one_that_is_away_itself() -> None:
+    calls = 0
+
+    async def handler(request: web.Request) -> web.Response:
+        nonlocal calls
+        calls += 1
+        if calls <= 4:
+            return web.Response(status=503, body=shape("store_unavailable"))
+        return web.json_response(OPEN)
+
+    async with client_of(handler, patience_s=0.0, store_patience_s=60.0) as gateway:
+        answer = await gateway.control("/groups", GROUP, GroupAnswer, timeout_s=5)
+    assert answer.status == "open"
+
+    async def never(request: web.Request) -> web.Response:
+        return web.Response(status=503, body=shape("internal_error"))
+
+    async with client_of(never, patience_s=0.0, store_patience_s=60.0) as gateway:
+        with pytest.raises(BackendUnavailableError):
+            await gateway.control("/groups", GROUP, GroupAnswer, timeout_s=5)

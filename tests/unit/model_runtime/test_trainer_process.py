@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from model_runtime import trainer_process as module
-from model_runtime.errors import SupersededError, TrainerError
+from model_runtime.errors import StoreOutageError, SupersededError, TrainerError
 from model_runtime.protocol import TrainerControl, TrainerSpec, TrainerStatus
 from model_runtime.trainer_process import TrainerLimits, TrainerProcess
 from tests.fake_servers import until
@@ -53,7 +53,7 @@ class Setup:
             yield trainer, task
         finally:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, TrainerError, SupersededError):
+            with contextlib.suppress(asyncio.CancelledError, TrainerError, SupersededError, StoreOutageError):
                 await task
 
 
@@ -149,6 +149,14 @@ async def test_a_superseded_trainer_is_not_started_again(setup: Setup) -> None:
     async with setup.running() as (trainer, task):
         with pytest.raises(SupersededError, match="epoch 9 leads"):
             await asyncio.wait_for(task, 10)
+        assert trainer.attempt == 1
+
+
+async def test_a_trainer_whose_store_stayed_away_is_not_started_again(setup: Setup) -> None:
+    setup.order("outage", "s3://bucket has been unavailable for 601 s")
+    async with setup.running() as (trainer, task):
+        with pytest.raises(StoreOutageError, match="s3://bucket has been unavailable"):
+            await task
         assert trainer.attempt == 1
 
 

@@ -31,7 +31,8 @@ for name in names.split():
 a = p.parse_args()
 folder = pathlib.Path(a.config).parent
 assert json.loads(pathlib.Path(a.config).read_text())["name"] == "default"
-(folder / f"life-{a.incarnation}").write_text(str(os.getpid()))
+(folder / "life").write_text(str(os.getpid()))
+os.replace(folder / "life", folder / f"life-{a.incarnation}")
 class Handler(http.server.BaseHTTPRequestHandler):
     def answer(self):
         self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()

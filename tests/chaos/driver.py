@@ -1,0 +1,392 @@
+"""Runs the quickstart while a seeded schedule kills and stops its processes and breaks its store, then checks
+the books.
+
+    python -m tests.chaos.driver --seeds 1 2 3 --faults 8
+    python -m tests.chaos.driver --seeds 4 --s3 env-file      # through a proxy that breaks what passes
+
+Exits with 1 when a run lost a finalized trajectory, trained one twice, gave a version's number to another
+adapter, left a process behind, or did not complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from model_runtime.books import read_books
+from model_runtime.config import StoreConfig
+from model_runtime.documents import VersionDocument
+from model_runtime.errors import StoreError
+from model_runtime.layout import RunLayout, number_in
+from model_runtime.store import Store, open_store
+from model_runtime.summary import RunSummary
+from tests.chaos.victims import ENDS_THE_LAUNCH, ROLES, Fault, find, hit, schedule
+from tests.fakes import read_env_file
+from tests.faulty_proxy import FaultyProxy
+from tests.integration.test_prefect_lifecycle import MARK, QUICKSTART, Up
+
+CHAOS = Path(__file__).parent
+LAYOUT = RunLayout("run-1")
+MODELS = ("planner_model", "solver_model")
+VICTIM_LIMIT_S = 90.0
+"""Longest wait for a process of a role to appear."""
+RESUME_LIMIT_S = 120.0
+"""Longest time a launch takes to end once what stands above it is gone."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one run came to. `wrong`: what must not be."""
+
+    seed: int
+    faults: list[str] = field(default_factory=list)
+    launches: int = 1
+    duration_s: float = 0.0
+    witnessed: int = 0
+    finalized: int = 0
+    trained: int = 0
+    versions: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+class ChaosRun:
+    """One run in a folder of its own."""
+
+    def __init__(
+        self, folder: Path, seed: int, *, max_steps: int, limit_s: float, proxy: FaultyProxy | None, url: str
+    ) -> None:
+        self.folder, self.limit_s, self.proxy = folder, limit_s, proxy
+        self.outcome = Outcome(seed)
+        self.began = time.monotonic()
+        self._draw = random.Random(seed)
+        self._store_url = url
+        self._config = write_config(folder, max_steps=max_steps, store_url=url)
+        self._witness = folder / "witness.jsonl"
+        self._launches: list[Up] = []
+        self._stopped: list[tuple[float, psutil.Process]] = []
+        self._store_well_at = 0.0
+        self._versions: dict[tuple[str, int], str] = {}
+        self._looked = 0.0
+        self.store: Store = open_store(StoreConfig(url=url))
+
+    @property
+    def up(self) -> Up:
+        return self._launches[-1]
+
+    # ------------------------------------------------------------------ the story
+
+    def run(self, faults: list[Fault]) -> Outcome:
+        try:
+            self.launch()
+            self.until_trained()
+            for fault in faults:
+                self.wait(fault.after_s)
+                if self.up.process.poll() == 0:
+                    break
+                self.strike(fault)
+            self.to_the_end()
+            self.check()
+        except AssertionError as error:
+            self.outcome.wrong.append(str(error))
+        finally:
+            self.clean_up()
+        self.outcome.duration_s = round(time.monotonic() - self.began, 1)
+        return self.outcome
+
+    def launch(self) -> None:
+        mark = self._launches[0].mark if self._launches else uuid.uuid4().hex
+        log = self.folder / f"up-{len(self._launches)}.log"
+        env = os.environ | {
+            MARK: mark,
+            "REPERTORY_HOME": str(self.folder / "home"),
+            "COLUMNS": "200",
+            "CHAOS_WITNESS": str(self._witness),
+            "PYTHONPATH": os.pathsep.join([str(Path.cwd()), str(QUICKSTART)]),
+        }
+        env.pop("PREFECT_API_URL", None)
+        how = ["--resume", "run-1"] if self._launches else ["--run-id", "run-1"]
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "deployments.cli", "up", str(self._config), *how],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=env,
+                start_new_session=True,
+            )
+        self._launches.append(Up(process, mark, log, self.folder))
+        self.outcome.launches = len(self._launches)
+
+    def until_trained(self) -> None:
+        while not all((model, 1) in self._versions for model in MODELS):
+            self.tick()
+            assert self.up.process.poll() is None, f"ended before it was hit:\n{self.up.output()[-3000:]}"
+
+    def strike(self, fault: Fault) -> None:
+        if fault.role == "store":
+            self.break_store(fault)
+            return
+        until = time.monotonic() + VICTIM_LIMIT_S
+        while (victim := find(self.up, fault.role, self._draw)) is None or not hit(victim, fault.how):
+            self.tick()
+            if time.monotonic() > until or self.up.process.poll() == 0:
+                self.say(f"no {fault.role} to hit")
+                return
+        self.say(f"{fault} (pid {victim.pid})")
+        self.outcome.faults.append(str(fault))
+        if fault.how == "SIGSTOP":
+            self._stopped.append((time.monotonic() + fault.stop_s, victim))
+        elif fault.role in ENDS_THE_LAUNCH:
+            self.after_the_end_of_a_launch()
+
+    def break_store(self, fault: Fault) -> None:
+        assert self.proxy is not None, "a store can be broken only behind a proxy"
+        self.say(str(fault))
+        self.outcome.faults.append(str(fault))
+        self.heal_store()
+        if fault.how == "down":
+            self.proxy.down()
+        elif fault.how == "refuse":
+            self.proxy.refuse_share = 0.1
+        elif fault.how == "slow":
+            self.proxy.bytes_per_s = 1e6
+        else:
+            self.proxy.silent = True
+        self._store_well_at = time.monotonic() + fault.stop_s
+        self._down = fault.how == "down"
+
+    _down = False
+
+    def heal_store(self) -> None:
+        if self.proxy is not None:
+            self.proxy.heal()
+            if self._down:
+                self.proxy.up()
+        self._down, self._store_well_at = False, 0.0
+
+    def after_the_end_of_a_launch(self) -> None:
+        """Its processes all end by themselves; then the run is resumed."""
+        until = time.monotonic() + RESUME_LIMIT_S
+        while self.up.process.poll() is None and time.monotonic() < until:
+            self.tick()
+        assert self.up.process.poll() is not None, (
+            f"`up` still runs {RESUME_LIMIT_S:.0f} s after its parent died"
+        )
+        if self.up.process.poll() == 0:
+            return
+        self.wake_all()
+        self.nothing_left()
+        self.say("resuming")
+        self.launch()
+
+    def to_the_end(self) -> None:
+        for _ in range(8):
+            while self.up.process.poll() is None:
+                self.tick()
+            if self.up.process.poll() == 0:
+                break
+            self.say(f"the launch ended with {self.up.process.poll()}")
+            self.after_the_end_of_a_launch()
+        assert self.up.process.poll() == 0, f"did not complete:\n{self.up.output()[-6000:]}"
+        self.heal_store()
+        self.nothing_left()
+
+    # ------------------------------------------------------------------ meanwhile
+
+    def wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self.up.process.poll() != 0:
+            self.tick()
+            if self.up.process.poll() not in (None, 0):
+                self.say(f"the launch ended with {self.up.process.poll()}")
+                self.after_the_end_of_a_launch()
+
+    def tick(self) -> None:
+        assert time.monotonic() - self.began < self.limit_s, (
+            f"not done within {self.limit_s:.0f} s:\n{self.up.output()[-3000:]}"
+        )
+        now = time.monotonic()
+        for due, process in [s for s in self._stopped if s[0] <= now]:
+            self._stopped.remove((due, process))
+            hit(process, "SIGCONT")
+        if self._store_well_at and now > self._store_well_at:
+            self.heal_store()
+        if now - self._looked > 1.0:
+            self._looked = now
+            self.look()
+        time.sleep(0.2)
+
+    def look(self) -> None:
+        """Remember which adapter each version's number stands for."""
+        try:
+            for model_id in MODELS:
+                layout = LAYOUT.model(model_id)
+                for name in self.store.children(layout.versions()):
+                    number = number_in(name)
+                    if (model_id, number) in self._versions or not self.store.exists(
+                        layout.version_marker(number)
+                    ):
+                        continue
+                    data = self.store.get(layout.version_marker(number))
+                    document = VersionDocument.parse(data, source=f"v{number}")
+                    self._versions[model_id, number] = document.sha256
+        except StoreError:
+            return  # it is broken on purpose
+
+    def wake_all(self) -> None:
+        for _, process in self._stopped:
+            hit(process, "SIGCONT")
+        self._stopped.clear()
+
+    def nothing_left(self) -> None:
+        until = time.monotonic() + 60
+        while (left := self.up.marked()) and time.monotonic() < until:
+            time.sleep(0.5)
+        named = [" ".join(p.cmdline())[:150] for p in left if p.is_running()]
+        assert not named, f"orphans: {named}"
+
+    def say(self, what: str) -> None:
+        print(f"  {time.monotonic() - self.began:6.1f} s  {what}", file=sys.stderr, flush=True)
+
+    # ------------------------------------------------------------------ the end
+
+    def check(self) -> None:
+        summary = RunSummary.model_validate_json(self.store.get(LAYOUT.summary()))
+        wrong, answered = self.outcome.wrong, self.answered()
+        self.outcome.witnessed = len(answered)
+        for model in summary.models:
+            layout = LAYOUT.model(model.model_id)
+            sessions: dict[str, int] = {}
+
+            def count(shard: Any, sessions: dict[str, int] = sessions) -> None:
+                for row in shard.trajectories:
+                    sessions[row.session_id] = sessions.get(row.session_id, 0) + 1
+
+            books = read_books(self.store, layout, visit=count)
+            self.outcome.finalized += books.finalized
+            self.outcome.trained += books.trained
+            self.outcome.versions += (model.latest_version or 0) + 1
+            if books.num_trained_twice or books.num_missing or not books.balanced or books.num_damaged_shards:
+                wrong.append(f"{model.model_id}: books {books}")
+            lost = {
+                session: rows.get(model.model_id, 0)
+                for session, rows in answered.items()
+                if sessions.get(session, 0) < rows.get(model.model_id, 0)
+            }
+            if lost:
+                wrong.append(f"{model.model_id}: finalized and not in the log: {lost}")
+            for version in range((model.latest_version or 0) + 1):
+                data = self.store.get(layout.version_marker(version))
+                sha256 = VersionDocument.parse(data, source=f"v{version}").sha256
+                if self._versions.get((model.model_id, version), sha256) != sha256:
+                    wrong.append(f"{model.model_id}: v{version} stood for two adapters")
+
+    def answered(self) -> dict[str, dict[str, int]]:
+        if not self._witness.exists():
+            return {}
+        lines = (json.loads(line) for line in self._witness.read_text().splitlines())
+        return {line["session_id"]: line["num_rows"] for line in lines}
+
+    def clean_up(self) -> None:
+        self.wake_all()
+        self.heal_store()
+        for up in self._launches:
+            if up.process.poll() is None:
+                up.process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    up.process.wait(60)
+                up.process.kill()
+                up.process.wait()
+        for process in self.up.marked():
+            hit(process, "SIGKILL")
+
+
+def write_config(folder: Path, *, max_steps: int, store_url: str) -> Path:
+    """The quickstart in small steps, with the witnessed workflow."""
+    raw = yaml.safe_load((QUICKSTART / "config.yaml").read_text())
+    for model in raw["multi_model"]["models"]:
+        model["model_path"] = str(QUICKSTART / model["model_path"])
+        model |= {"batch_size": 2, "max_steps": max_steps, "save_every": 2}
+        # Small steps on small batches: a policy that collapses has no signal, and ends the run early.
+        model["trainer"] |= {"learning_rate_schedule": "constant", "learning_rate": 5e-4}
+    raw["workflow"] |= {
+        "function": "witnessed:run",
+        "tasks": str(QUICKSTART / "tasks/train.jsonl"),
+        "python_path": str(CHAOS),
+        "held_out_tasks": None,
+        "group_size": 4,
+        "max_concurrent_executions": 16,
+    }
+    raw["store"] = {"url": store_url}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+@contextmanager
+def store_of(folder: Path, env_file: Path | None, seed: int) -> Iterator[tuple[str, FaultyProxy | None]]:
+    """A local folder, or a prefix of a real bucket behind a proxy."""
+    if env_file is None:
+        yield str(folder / "runs"), None
+        return
+    values = read_env_file(env_file)
+    with FaultyProxy(values["AWS_ENDPOINT_URL"], seed=seed) as proxy:
+        os.environ.update(values | {"AWS_ENDPOINT_URL": proxy.url, "AWS_ENDPOINT_URL_S3": proxy.url})
+        yield f"s3://{values['S3_TEST_BUCKET']}/chaos-{uuid.uuid4().hex[:8]}", proxy
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--faults", type=int, default=8, help="of each run")
+    parser.add_argument("--roles", nargs="+", default=list(ROLES), choices=[*ROLES, "store"])
+    parser.add_argument("--hows", nargs="+", default=["SIGKILL", "SIGKILL", "SIGTERM", "SIGSTOP"])
+    parser.add_argument("--stop-s", type=float, default=20.0, help="how long a stop or a broken store lasts")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--limit-s", type=float, default=900.0, help="of each run")
+    parser.add_argument("--s3", type=Path, help="env file of a real S3 endpoint")
+    parser.add_argument(
+        "--folder", type=Path, help="kept; else a temporary one, kept when something is wrong"
+    )
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a driver that is ended ends what it started
+    outcomes = []
+    for seed in args.seeds:
+        base = args.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
+        folder = base / f"seed-{seed}"
+        folder.mkdir(parents=True)
+        faults = schedule(seed, args.faults, roles=args.roles, hows=args.hows, stop_s=args.stop_s)
+        print(f"seed {seed}: {', '.join(map(str, faults))}\n  in {folder}", file=sys.stderr, flush=True)
+        with store_of(folder, args.s3, seed) as (url, proxy):
+            run = ChaosRun(folder, seed, max_steps=args.steps, limit_s=args.limit_s, proxy=proxy, url=url)
+            outcomes.append(run.run(faults))
+        print(json.dumps({n: getattr(outcomes[-1], n) for n in Outcome.__slots__}, indent=1), flush=True)
+    bad = [o.seed for o in outcomes if o.wrong]
+    print(
+        f"{len(outcomes)} runs, {sum(len(o.faults) for o in outcomes)} faults; wrong: {bad or 'none'}",
+        flush=True,
+    )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

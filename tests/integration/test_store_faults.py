@@ -1,0 +1,173 @@
+"""The store, the log, checkpoints and adapters against a real S3 endpoint behind a proxy that breaks what
+passes; against moto where no real one is configured."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from gateway.ingestor import FinishedExecution, TrajectoryIngestor
+from model_runtime.adapters import fetch_version, write_version
+from model_runtime.checkpoints import TrainingState, load_latest_checkpoint, save_checkpoint
+from model_runtime.config import GatewayConfig, StoreConfig
+from model_runtime.errors import ObjectExistsError, StoreUnavailableError
+from model_runtime.layout import RunLayout, writer_id
+from model_runtime.log_reader import LogReader
+from model_runtime.patient_store import PatientStore
+from model_runtime.store import Store, open_store
+from model_runtime.training_queue import QueueProgress
+from tests import fakes
+from tests.fake_servers import make_adapter_files
+from tests.faulty_proxy import FaultyProxy
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+RUN = RunLayout("run")
+LAYOUT = RUN.model("solver_model")
+NOTHING_READ = QueueProgress(low_water={}, consumed=[], closed_groups=[], totals={}, replay=[])
+
+
+@pytest.fixture(
+    params=["s3_store_config", pytest.param("real_s3_store_config", marks=pytest.mark.real_s3)],
+    ids=["moto", "real"],
+)
+def behind(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[FaultyProxy, str]]:
+    """The proxy and the URL of a store behind it."""
+    config: StoreConfig = request.getfixturevalue(request.param)
+    with FaultyProxy(os.environ["AWS_ENDPOINT_URL"], seed=7) as proxy:
+        for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+            monkeypatch.setenv(name, proxy.url)
+        yield proxy, config.url
+
+
+def store_at(url: str, **limits: float) -> Store:
+    settings = {"connect_timeout_s": 1.0, "read_timeout_s": 1.0, "operation_timeout_s": 4.0} | limits
+    return open_store(StoreConfig.model_validate({"url": url} | settings))
+
+
+def patient(store: Store, max_outage_s: float = 60.0) -> PatientStore:
+    return PatientStore(store, max_outage_s=max_outage_s)
+
+
+def meanwhile(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_tenth_of_refused_cut_and_lost_answers_neither_loses_nor_doubles_an_object(
+    behind: tuple[FaultyProxy, str],
+) -> None:
+    proxy, url = behind
+    store = patient(store_at(url, max_attempts=2))
+    proxy.refuse_share = proxy.cut_share = proxy.lose_share = 0.1
+    for number in range(20):
+        store.put_if_absent(f"log/{number:03d}", b"%d" % number * 2000)
+        with pytest.raises(ObjectExistsError):
+            store.put_if_absent(f"log/{number:03d}", b"other")
+    assert store.list("log") == [f"log/{number:03d}" for number in range(20)]
+    assert [store.get(f"log/{number:03d}") for number in range(20)] == [b"%d" % n * 2000 for n in range(20)]
+    assert proxy.num_broken > 5
+
+
+@pytest.mark.parametrize("how", ["down", "silent", "refuse everything"])
+def test_an_outage_is_outlasted(behind: tuple[FaultyProxy, str], how: str) -> None:
+    proxy, url = behind
+    waits = threading.Event()
+    store = PatientStore(store_at(url, max_attempts=1), max_outage_s=60, waiting=lambda _: waits.set())
+    store.put("before", b"1")
+    if how == "down":
+        proxy.down()
+    elif how == "silent":
+        proxy.silent = True
+    else:
+        proxy.refuse_share = 1.0
+    writing = meanwhile(lambda: store.put_if_absent("meanwhile", b"2" * 100_000))
+    assert waits.wait(30)
+    proxy.heal()
+    if how == "down":
+        proxy.up()
+    writing.join(60)
+    assert store.get("meanwhile") == b"2" * 100_000
+    assert store.list("") == ["before", "meanwhile"]
+
+
+def test_one_operation_takes_no_longer_than_its_limit_on_a_silent_endpoint(
+    behind: tuple[FaultyProxy, str],
+) -> None:
+    proxy, url = behind
+    patient(store_at(url)).put("a", b"1")
+    store = store_at(url, read_timeout_s=30.0, operation_timeout_s=1.0)
+    proxy.silent = True
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailableError, match=r"get s3://.*/a: not done within 1 s"):
+        store.get("a")
+    assert time.monotonic() - began < 20
+
+
+def test_a_slow_line_gives_large_objects_the_time_they_need(behind: tuple[FaultyProxy, str]) -> None:
+    proxy, url = behind
+    store = store_at(url, read_timeout_s=20.0, operation_timeout_s=20.0)
+    proxy.bytes_per_s = 1e6
+    data = bytes(range(256)) * 4 * 2**10
+    store.put("adapter", data)
+    assert store.get("adapter") == data
+
+
+async def test_the_log_gets_every_execution_once_through_an_outage(behind: tuple[FaultyProxy, str]) -> None:
+    proxy, url = behind
+    ingestor = TrajectoryIngestor(
+        store_at(url, max_attempts=1),
+        RUN,
+        writer=writer_id(1, 1),
+        trainable_models=["solver_model"],
+        config=GatewayConfig(commit_interval_s=0.01),
+    )
+    await ingestor.start()
+    proxy.refuse_share, proxy.lose_share = 0.1, 0.1
+    for number in range(10):
+        row = fakes.make_trajectory(reward=1.0, group_id=f"g{number}")
+        done = FinishedExecution(
+            member=row.member,
+            status="finalized",
+            reason="",
+            train={"solver_model": True},
+            trajectories=(row,),
+        )
+        await ingestor.ingest(done)
+    proxy.heal()
+    await ingestor.close()
+    shards = list(LogReader(store_at(url), LAYOUT).new_shards())
+    groups = [row.member.group_id for _, shard in shards for row in shard.trajectories]
+    assert sorted(groups) == [f"g{number}" for number in range(10)]
+    assert proxy.num_broken > 0
+
+
+def test_a_checkpoint_written_through_faults_is_whole(behind: tuple[FaultyProxy, str]) -> None:
+    proxy, url = behind
+    store = patient(store_at(url, max_attempts=2))
+    weights = {"a": np.arange(50_000, dtype=np.float32)}
+    state = TrainingState(adapter=weights, optimizer=weights, generators={}, values={"step": 3})
+    proxy.refuse_share, proxy.cut_share = 0.2, 0.2
+    save_checkpoint(store, LAYOUT, state, step=3, epoch=1, version=0, seed=0, progress=NOTHING_READ)
+    loaded = load_latest_checkpoint(store, LAYOUT)
+    assert loaded is not None
+    assert loaded.document.step == 3
+    assert np.array_equal(loaded.state.optimizer["a"], weights["a"])
+
+
+def test_a_version_written_through_faults_is_whole(behind: tuple[FaultyProxy, str]) -> None:
+    proxy, url = behind
+    store = patient(store_at(url, max_attempts=2))
+    files = make_adapter_files(1)
+    proxy.refuse_share, proxy.cut_share, proxy.lose_share = 0.2, 0.2, 0.1
+    write_version(store, LAYOUT, files, version=0, step=0, epoch=1)
+    _, fetched = fetch_version(store, LAYOUT, 0)
+    assert fetched == files
