@@ -19,6 +19,7 @@ from tasks.metrics import ModelReporter
 from tasks.publish import publish
 from tasks.reporting import announce
 from tasks.rollout_server import serve, start_server, start_trainer
+from tasks.staggering import make_limit
 from tasks.training import first_version, train_next
 
 
@@ -63,7 +64,7 @@ async def live(core: ModelAsyncRuntime, config: RunConfig) -> str:
     reporter = ModelReporter(core, store.at_once(), layout, model)
     reporting = asyncio.create_task(reporter.run())
     try:
-        await asyncio.gather(start_server(core), start_trainer(core))
+        await asyncio.gather(start_server(core), start_trainer(core), make_limit(config))
         await _train_and_publish(core, store, layout)
         reason = await serve(core)
     except Exception as error:

@@ -25,6 +25,7 @@ from model_runtime.errors import ConfigError
 from model_runtime.evaluation_config import EvaluationConfig
 from model_runtime.gateway_config import GatewayConfig
 from model_runtime.objective_config import ObjectiveConfig
+from model_runtime.sync_config import SyncConfig
 from model_runtime.trainer_config import LoRAConfig, LoRARank, TrainerConfig
 from model_runtime.training_config import ReplayConfig, SupervisedConfig, TrackingConfig
 
@@ -322,6 +323,8 @@ class RunConfig(Section):
     """The gateway."""
     store: StoreConfig = StoreConfig()
     """The store."""
+    sync: SyncConfig = SyncConfig()
+    """How models take turns in publishing."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation of the held-out tasks."""
     tracking: TrackingConfig = TrackingConfig()

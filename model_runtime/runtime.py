@@ -167,13 +167,14 @@ class ModelAsyncRuntime:
                 return None
             await self._changed.wait()
 
-    async def publish(self, version: int) -> PublishReport:
-        """Put a committed version into service. Raises PublishError; the version before it keeps serving
-        and the call may be repeated. Raises SupersededError when a newer life of the model leads."""
+    async def publish(self, version: int, **columns: object) -> PublishReport:
+        """Put a committed version into service; `columns` are noted in its row of the metrics. Raises
+        PublishError; the version before it keeps serving and the call may be repeated. Raises SupersededError
+        when a newer life of the model leads."""
         self._syncing = True
         self._state_changed()
         try:
-            return await self._unless_failed(self.parameter_synchronizer.publish(version))
+            return await self._unless_failed(self.parameter_synchronizer.publish(version, columns=columns))
         finally:
             self._syncing = False
             self._state_changed()

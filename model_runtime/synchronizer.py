@@ -21,6 +21,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
@@ -149,8 +150,11 @@ class ParameterSynchronizer:
 
     # ------------------------------------------------------------------ what others ask for
 
-    async def publish(self, version: int) -> PublishReport:
+    async def publish(
+        self, version: int, *, columns: Mapping[str, object] = MappingProxyType({})
+    ) -> PublishReport:
         """Put a committed version into service. Publishing the published version again does nothing.
+        `columns` are noted in its row.
 
         Raises PublishError (or StoreError, CorruptObjectError when the version can't be read); the version
         before it keeps serving and the call may be repeated.
@@ -169,11 +173,17 @@ class ParameterSynchronizer:
                 report = await self._publish(version, clock)
             except PublishError as error:
                 await self._note(
-                    {"version": version, "error": str(error), **_columns(clock.done()), "at": time.time()}
+                    {
+                        "version": version,
+                        "error": str(error),
+                        **_columns(clock.done()),
+                        **columns,
+                        "at": time.time(),
+                    }
                 )
                 raise
             self._reported = version
-        await self._note(report.as_row())
+        await self._note({**report.as_row(), **columns})
         return report
 
     async def restore(self, replica: Replica) -> None:

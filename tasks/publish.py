@@ -11,6 +11,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from model_runtime.errors import PublishError
 from model_runtime.runtime import ModelAsyncRuntime
 from tasks.reporting import announce
+from tasks.staggering import turn
 
 RETRY_DELAYS_S: list[float] = [2, 5, 15]
 
@@ -30,6 +31,8 @@ def _may_pass(_task: Task[Any, Any], _run: TaskRun, state: State) -> bool:
     persist_result=False,
 )
 async def publish(runtime: ModelAsyncRuntime, version: int) -> None:
-    """Load the version beside the old one on every replica, verify it, flip the binding."""
-    await runtime.publish(version)
+    """When it is this model's turn, load the version beside the old one on every replica, verify it, flip the
+    binding."""
+    async with turn(runtime.config) as slot:
+        await runtime.publish(version, **slot.as_columns())
     announce("version.published", model_id=runtime.model_id, run_id=runtime.run_id, version=version)

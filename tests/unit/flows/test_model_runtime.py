@@ -25,6 +25,7 @@ class FakeRuntime:
 
     model_id, run_id = "a", "run-1"
     trainer_status = None
+    config = CONFIG
 
     def __init__(self, last: int = 3, fails_at: int | None = None) -> None:
         self.log: list[str] = []
@@ -45,7 +46,7 @@ class FakeRuntime:
         self.checkpoint_step = coming // 2 * 2 or None
         return coming if coming <= self._last else None
 
-    async def publish(self, version: int) -> None:
+    async def publish(self, version: int, **columns: object) -> None:
         self.published_version = version
         self.log.append(f"v{version}")
 
