@@ -21,6 +21,7 @@ class ChatReply:
     finish_reason: str  # "stop" | "length"
     request_id: str  # names this turn, for a reward of its own
     policy_version: int  # of the model that answered
+    num_tokens: int  # sampled for this answer, the one that ends it included
 
 
 class WorkflowSession:
@@ -95,6 +96,7 @@ class WorkflowSession:
             finish_reason=choice["finish_reason"],
             request_id=reply["request_id"],
             policy_version=reply["policy_version"],
+            num_tokens=reply["usage"]["completion_tokens"],
         )
 
     async def reward(

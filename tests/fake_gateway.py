@@ -137,6 +137,7 @@ class FakeGateway:
                 "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
                 "request_id": f"{session.session_id}-r{len(session.calls)}",
                 "policy_version": 3,
+                "usage": {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7},
             }
         )
 

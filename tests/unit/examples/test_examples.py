@@ -60,9 +60,9 @@ def test_the_program_s_config_is_valid_and_names_its_own_workflow(
     assert [m.model_id for m in config.models] == ["planner_model", "solver_model"]
 
 
-@pytest.mark.parametrize("name", ["quickstart", "smollm2"])
+@pytest.mark.parametrize("name", ["quickstart/config.yaml", "smollm2/config.yaml", "smollm2/learn.yaml"])
 def test_each_config_is_valid_without_a_warning_and_its_files_are_there(name: str) -> None:
-    config = load_config(EXAMPLES / name / "config.yaml")
+    config = load_config(EXAMPLES / name)
     assert config.warnings() == []
     for path in (config.workflow.tasks, config.workflow.held_out_tasks):
         assert path is not None
