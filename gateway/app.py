@@ -35,6 +35,7 @@ from gateway.routes import openai as openai_routes
 from gateway.routes import openai_responses as responses_routes
 from gateway.routes import sessions as session_routes
 from gateway.sessions import SessionRegistry
+from gateway.settled_sessions import SettledRecords
 from model_runtime.config import RunConfig
 from model_runtime.documents import DesiredDocument, DesiredState
 from model_runtime.errors import (
@@ -98,6 +99,7 @@ class Gateway:
         self._store = store
         self._layout = RunLayout(run_id)
         self._writer = writer_id(epoch, incarnation)
+        self.settled_records = SettledRecords(store)
         self._journal = SessionJournal(journal, run_id=run_id, epoch=epoch)
         self._background: list[asyncio.Task[None]] = []
 
@@ -211,6 +213,12 @@ class Gateway:
         if self.desired != "run":
             self.admission.end()
         return DesiredRequest(state=self.desired, reason=request.reason)
+
+    def exposition(self) -> bytes:
+        """Its counters in Prometheus' text format."""
+        self.metrics.observe_sessions(len(self.sessions), are_kept=self._journal.is_kept)
+        admission = self.admission
+        return self.metrics.exposition(self.bindings, used=admission.used, concurrency=admission.concurrency)
 
     def status(self) -> GatewayStatus:
         return GatewayStatus(

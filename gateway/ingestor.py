@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,8 +20,15 @@ from tenacity import AsyncRetrying, retry_if_exception, wait_exponential, wait_r
 
 from gateway.journal import Append, Forget, SessionJournal
 from gateway.journal_events import ExecutionWritten, of_execution
+from gateway.slices import in_slices
 from model_runtime.config import GatewayConfig
-from model_runtime.errors import CorruptObjectError, ObjectExistsError, StoreError, StoreUnavailableError
+from model_runtime.errors import (
+    CorruptObjectError,
+    InvalidTrajectoryError,
+    ObjectExistsError,
+    StoreError,
+    StoreUnavailableError,
+)
 from model_runtime.layout import RunLayout
 from model_runtime.store import Store
 from model_runtime.trajectory_log import encode_shard
@@ -48,12 +55,25 @@ class JournalEntry(msgspec.Struct, frozen=True):
     shards: dict[str, bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Where an execution is, once durable. `seq`: the number of the shards that hold it, the same in every
+    model's log (for an evaluation: of the commit). `rows_in`: those with its trajectories."""
+
+    seq: int
+    rows_in: tuple[str, ...] = ()
+
+
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """An execution on its way. `done`: its sequence number once durable, or why it never will be."""
+    """An execution on its way. `done`: where it is once durable, or why it never will be."""
 
     execution: FinishedExecution
-    done: asyncio.Future[int]
+    done: asyncio.Future[Written]
+
+    @property
+    def has_failed(self) -> bool:
+        return self.done.done() and self.done.exception() is not None
 
 
 @dataclass(slots=True)
@@ -110,7 +130,7 @@ class TrajectoryIngestor:
         self._next_commit = 0
         self._next_log_seq = 0
         self._next_eval_seq: Counter[str] = Counter()
-        self._unclaimed: dict[tuple[MemberKey, str], asyncio.Future[int]] = {}
+        self._unclaimed: dict[tuple[MemberKey, str], asyncio.Future[Written]] = {}
 
     async def start(self) -> None:
         """Write what earlier lives left in the journal, then accept work. Raises StoreError, and
@@ -121,12 +141,11 @@ class TrajectoryIngestor:
         await asyncio.to_thread(self._find_next_numbers)
         self._task = asyncio.create_task(self._run(), name="ingestor")
 
-    async def ingest(self, execution: FinishedExecution) -> int:
-        """The sequence number of the shards that hold the execution, the same in every model's log (for an
-        evaluation: the number of the commit).
+    async def ingest(self, execution: FinishedExecution) -> Written:
+        """Where the execution is, once it is durable.
 
-        Raises StoreUnavailableError when it isn't durable within the limit, ObjectExistsError when another
-        process writes under this writer's name.
+        Raises StoreUnavailableError when it isn't within the limit, InvalidTrajectoryError when it can never
+        be written, ObjectExistsError when another process writes under this writer's name.
         """
         if self._task is None or self._closing:
             raise StoreUnavailableError(
@@ -166,7 +185,7 @@ class TrajectoryIngestor:
     def _join(self, execution: FinishedExecution) -> _Pending:
         key = (execution.member, execution.mode)
         for commit in (self._writing, self._collecting):
-            if commit is not None and key in commit.pending:
+            if commit is not None and key in commit.pending and not commit.pending[key].has_failed:
                 return commit.pending[key]
         if self._collecting is None:
             self._collecting = _Commit(began_at=time.monotonic())
@@ -218,8 +237,9 @@ class TrajectoryIngestor:
         a log never has a gap."""
         shards, pending = await asyncio.to_thread(self._encode_all, pending)
         executions = [p.execution for p in pending]
+        rows_in = await asyncio.to_thread(self._rows_in, executions, shards)
         if shards:
-            await self._note_writing(executions, min(shards))
+            await self._note_writing(executions, rows_in, min(shards))
             entry_key = self._layout.journal_entry(self.writer, self._next_commit)
             await self._persistently(entry_key, msgspec.msgpack.encode(JournalEntry(shards)))
             async with asyncio.TaskGroup() as writes:
@@ -231,8 +251,8 @@ class TrajectoryIngestor:
         self._next_commit += bool(shards)
         self._next_log_seq += has_training
         self._next_eval_seq.update(_evaluated(executions))
-        for p in pending:
-            p.done.set_result(seq)
+        async for p, keys in in_slices(zip(pending, rows_in, strict=True)):
+            p.done.set_result(Written(seq, keys))
 
     def _encode_all(self, pending: list[_Pending]) -> tuple[dict[str, bytes], list[_Pending]]:
         """The shards, and the executions in them: one that can't be encoded is refused alone."""
@@ -246,7 +266,9 @@ class TrajectoryIngestor:
         try:
             self._encode([pending.execution])
         except Exception as error:
-            pending.done.get_loop().call_soon_threadsafe(_fail, pending, error)
+            reason = f"execution {pending.execution.member.workflow_id} can't be encoded: {error}"
+            failure = InvalidTrajectoryError(reason.encode(errors="replace").decode())
+            pending.done.get_loop().call_soon_threadsafe(_fail, pending, failure)
             return False
         return True
 
@@ -266,12 +288,32 @@ class TrajectoryIngestor:
             shards[key] = encode_shard(Shard(trajectories=tuple(rows)))
         return shards
 
-    async def _note_writing(self, executions: Sequence[FinishedExecution], shard_key: str) -> None:
+    def _rows_in(
+        self, executions: Sequence[FinishedExecution], shards: Mapping[str, bytes]
+    ) -> list[tuple[str, ...]]:
+        """For each the keys of the shards with its trajectories; one string for all that are in one."""
+        known = {key: key for key in shards}
+        return [
+            tuple(known[key] for key in map(self._shard_key_of(e), _models_of(e)) if key in known)
+            for e in executions
+        ]
+
+    def _shard_key_of(self, execution: FinishedExecution) -> Callable[[str], str]:
+        """Model → key of the shard this commit writes for such executions."""
+        if execution.mode == "train":
+            return lambda model_id: self._layout.model(model_id).log_shard(self.writer, self._next_log_seq)
+        return lambda model_id: self._layout.model(model_id).eval_shard(
+            self.writer, self._next_eval_seq[model_id]
+        )
+
+    async def _note_writing(
+        self, executions: Sequence[FinishedExecution], rows_in: Sequence[tuple[str, ...]], shard_key: str
+    ) -> None:
         """Tell the next process of this epoch where to look for these executions."""
         seq = self._next_log_seq
-        for e in executions:
+        async for e, keys in in_slices(zip(executions, rows_in, strict=True)):
             owner = of_execution(e.member, e.mode)
-            note = ExecutionWritten(e.member, e.mode, e.status, shard_key, self.writer, seq)
+            note = ExecutionWritten(e.member, e.mode, e.status, shard_key, self.writer, seq, keys)
             self._sessions.write(Forget(owner), Append(owner, note))
         await self._sessions.durable()
 
@@ -335,6 +377,10 @@ def _fail(pending: _Pending, error: Exception) -> None:
 def _may_pass(error: BaseException) -> bool:
     """Other bytes under our name stay; anything else that ails a store may pass."""
     return isinstance(error, StoreError) and not isinstance(error, ObjectExistsError)
+
+
+def _models_of(execution: FinishedExecution) -> list[str]:
+    return sorted({t.model_id for t in execution.trajectories})
 
 
 def _evaluated(executions: Sequence[FinishedExecution]) -> set[str]:

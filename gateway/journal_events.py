@@ -134,7 +134,16 @@ class RewardsAwaited(_Event, frozen=True, tag="awaits"):
 
 
 class InfraMarked(_Event, frozen=True, tag="infra"):
+    """A call was answered with a 5xx. `call` is its identity's key; empty: it had none yet."""
+
     reason: str
+    call: str = ""
+
+
+class InfraLifted(_Event, frozen=True, tag="no infra"):
+    """The call was asked again and answered."""
+
+    call: str
 
 
 class OutcomeDecided(_Event, frozen=True, tag="outcome"):
@@ -152,16 +161,21 @@ class ExecutionWritten(_Event, frozen=True, tag="writing"):
     shard_key: str
     writer: str
     seq: int
+    rows_in: tuple[str, ...] = ()  # the shards that hold its trajectories
 
 
 class SessionSettled(_Event, frozen=True, tag="settled"):
-    """All that is left of a session: what its `finalize` answered."""
+    """All that is left of a session: what its `finalize` answered, and where its trajectories are."""
 
     session_id: str
     api_key: str
     status: str
     num_rows: dict[str, int]
     num_refused: int
+    workflow_id: str = ""
+    mode: str = "train"
+    reason: str = ""
+    rows_in: tuple[str, ...] = ()
 
 
 Event = (
@@ -174,6 +188,7 @@ Event = (
     | RewardGiven
     | RewardsAwaited
     | InfraMarked
+    | InfraLifted
     | OutcomeDecided
     | ExecutionWritten
     | SessionSettled

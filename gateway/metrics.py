@@ -102,6 +102,11 @@ class GatewayMetrics:
         self._wait_seconds = histogram("wait_seconds", "Time a model call waited for a ready model", "model")
         self._versions = gauge("version_requests", "Generations in flight under a version", "version")
         self._sessions = prometheus.Gauge(f"{prefix}_open_sessions", "Sessions open", registry=registry)
+        self._journal = prometheus.Gauge(
+            f"{prefix}_journal_kept",
+            "1 while open sessions outlive the process; 0 once their journal is given up",
+            registry=registry,
+        )
         self._joined = counter("joined_requests", "Requests that joined another's call; at the session's end")
         self._running = gauge("running_requests", "Generations in flight")
         self._waiting = gauge("waiting_requests", "Model calls that wait for a ready model")
@@ -202,16 +207,19 @@ class GatewayMetrics:
         self._forget_old(tally)
         return sum(count for _, count in tally.recent) / RATE_WINDOW_S
 
+    def observe_sessions(self, num_open: int, *, are_kept: bool) -> None:
+        """How many are open, and whether they outlive the process."""
+        self._sessions.set(num_open)
+        self._journal.set(are_kept)
+
     def exposition(
         self,
         bindings: GatewayBindingRegistry,
         *,
-        num_open_sessions: int = 0,
         used: Callable[[str], float] = lambda _: 0.0,
         concurrency: AdaptiveConcurrency | None = None,
     ) -> bytes:
         """Prometheus' text format."""
-        self._sessions.set(num_open_sessions)
         self._versions.clear()
         for binding in bindings:
             self._running.labels(binding.model_id).set(binding.running)

@@ -22,6 +22,7 @@ from gateway.journal_events import (
     GatesMoved,
     GroupClosed,
     GroupOpened,
+    InfraLifted,
     InfraMarked,
     MemberSettled,
     OutcomeDecided,
@@ -163,8 +164,8 @@ def _session(opened: SessionOpened, events: Iterable[Event], journal: SessionJou
             case RewardsAwaited():
                 session.awaits = event
                 session.deadline = now + event.until - time.time()
-            case InfraMarked(reason):
-                session.infra_reason = reason
+            case InfraMarked() | InfraLifted():
+                session.play(event)
             case OutcomeDecided(status, reason):
                 session.outcome = (status, reason)
             case _:

@@ -17,6 +17,7 @@ from gateway.conversation import ChatReply
 from gateway.journal import Append, SessionJournal
 from gateway.journal_events import (
     Event,
+    InfraLifted,
     InfraMarked,
     RewardGiven,
     RewardName,
@@ -29,6 +30,8 @@ from model_runtime.errors import ConflictError
 from model_runtime.protocol import FinalizeAnswer
 from model_runtime.types import MemberKey, SettlementStatus
 
+# Failed calls of one session that are told apart.
+MAX_FAILURES = 64
 # The journal has the tokens of a reply in its turn.
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
@@ -79,7 +82,7 @@ class Session:
     calls: CallLedger = field(default_factory=CallLedger)
     affinity: dict[str, str] = field(default_factory=dict)
     awaits: RewardsAwaited | None = None  # it is finished but for these rewards
-    infra_reason: str = ""  # why an agent of it was answered with a 5xx
+    failures: list[InfraMarked] = field(default_factory=list)  # calls answered with a 5xx, and not since
     outcome: tuple[SettlementStatus, str] | None = None  # how it ends, once decided
     settlement: asyncio.Task[FinalizeAnswer] | None = None
 
@@ -101,6 +104,15 @@ class Session:
             raise ConflictError(f"session {self.session_id} is {self.outcome[0]}; it takes no more calls")
 
     @property
+    def infra_reason(self) -> str:
+        """Why an agent of it was answered with a 5xx, and not with an answer when it asked again."""
+        return self.failures[0].reason if self.failures else ""
+
+    def has_failed(self, call: str) -> bool:
+        """The call was answered with a 5xx: to ask again is to repeat it."""
+        return any(failure.call == call for failure in self.failures)
+
+    @property
     def missing_rewards(self) -> list[RewardName]:
         """Those awaited and not yet given."""
         return [name for name in (self.awaits.rewards if self.awaits else ()) if not self.rewards.has(name)]
@@ -113,11 +125,27 @@ class Session:
     def chains_of(self, agent_id: str, model_id: str) -> AgentChains:
         return self.agents.setdefault(agent_id, AgentChains(agent_id, model_id))
 
-    def mark_infra(self, reason: str) -> None:
+    def mark_infra(self, reason: str, call: str = "") -> None:
         """An agent was answered with a 5xx: whatever the workflow makes of it isn't the policy's doing."""
-        if not self.infra_reason:
-            self.infra_reason = reason
-            self.note(InfraMarked(reason))
+        if len(self.failures) > MAX_FAILURES:
+            return  # the last of them can't be lifted
+        failure = InfraMarked(reason, call if len(self.failures) < MAX_FAILURES else "")
+        self.play(failure)
+        self.note(failure)
+
+    def lift_infra(self, call: str) -> None:
+        """The agent asked again, and is answered. Of equal calls at once, one of them."""
+        lifted = InfraLifted(call)
+        self.play(lifted)
+        self.note(lifted)
+
+    def play(self, event: InfraMarked | InfraLifted) -> None:
+        if isinstance(event, InfraMarked):
+            self.failures.append(event)
+        else:
+            index = next((i for i, f in enumerate(self.failures) if f.call == event.call), None)
+            if index is not None:
+                del self.failures[index]
 
     def note(self, event: Event) -> None:
         """Put what just happened to it into the journal."""

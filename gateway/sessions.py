@@ -20,7 +20,7 @@ from gateway import logs
 from gateway.admission import GroupAdmission, OpenGroup
 from gateway.calls import CallLedger
 from gateway.execution_record import Recorder, awaiting_answer, reason_of_missing, without_rows
-from gateway.ingestor import FinishedExecution, TrajectoryIngestor
+from gateway.ingestor import FinishedExecution, TrajectoryIngestor, Written
 from gateway.journal import Append, Forget, SessionJournal
 from gateway.journal_events import (
     ExecutionWritten,
@@ -37,10 +37,12 @@ from gateway.metrics import GatewayMetrics
 from gateway.route_table import AgentModelRouteTable
 from gateway.sampling import Settings, check_settings, merge_settings
 from gateway.session import Session
-from gateway.settled_sessions import SettledSessions, check_key
+from gateway.settled_sessions import MAX_REMEMBERED, SettledSessions, check_key
+from gateway.slices import all_in_slices
 from model_runtime.errors import (
     ConflictError,
     InvalidRequestError,
+    InvalidTrajectoryError,
     RepertoryError,
     TooManyRequestsError,
     UnknownSessionError,
@@ -56,6 +58,8 @@ from model_runtime.protocol import (
 from model_runtime.types import DEFAULT_COMPONENT, MemberKey, SettlementStatus, Trajectory
 
 logger = logging.getLogger(__name__)
+
+MAX_REASON_CHARS = 300  # remembered of a session's end
 
 
 @dataclass(slots=True)
@@ -140,10 +144,17 @@ class SessionRegistry:
             raise ConflictError(f"session {session_id} is {answer.status}; it takes no more calls")
         session = self._sessions.get(session_id)
         if session is None:
-            raise UnknownSessionError(f"no session {session_id!r} in this gateway")
+            raise UnknownSessionError(
+                f"no session {session_id!r} in this gateway: it never opened here, or {MAX_REMEMBERED} have "
+                "ended since it did; what it left is in the run's log"
+            )
         check_key(session.api_key, api_key, trusted=trusted)
         session.active_at = self._clock()
         return session
+
+    def settled(self, session_id: str, api_key: str, *, trusted: bool = False) -> SessionSettled | None:
+        """How the session ended; None when it is not known to have. Raises AuthenticationError."""
+        return self._settled.end(session_id, api_key, trusted=trusted)
 
     # -------------------------------------------------------------- rewards and ends
 
@@ -235,7 +246,7 @@ class SessionRegistry:
             ends.append(self.settle(session, "expired", reason))
         for group in self._admission.expired_groups():
             ends += self._ends_of_group(group)
-        for error in await asyncio.gather(*ends, return_exceptions=True):
+        for error in await all_in_slices(ends):
             if isinstance(error, RepertoryError):
                 logger.warning("a settlement is not durable yet and will be tried again: %s", error)
             elif isinstance(error, BaseException):
@@ -271,7 +282,7 @@ class SessionRegistry:
             if session is not None and session.outcome is not None:
                 execution, num_refused = self._recorder.execution(session, *session.outcome)
                 self._note_durable(execution, note.writer, note.seq)
-                self._end(session, execution, num_refused)
+                self._end(session, execution, num_refused, rows_in=note.rows_in)
             elif session is None:  # its member never opened one
                 execution = without_rows(note.member, note.status, {})
                 self._note_durable(execution, note.writer, note.seq)
@@ -384,10 +395,20 @@ class SessionRegistry:
         logs.session_id.set(session.session_id)
         logger.info("session ends: %s", status)
         execution, num_refused = self._recorder.execution(session, status, reason)
-        await self._record(execution)
-        return self._end(session, execution, num_refused)
+        try:
+            written = await self._record(execution)
+        except InvalidTrajectoryError as error:
+            # Asking again would change nothing, and its group waits for its end.
+            session.outcome = ("infra", str(error))
+            session.note(OutcomeDecided(*session.outcome))
+            num_refused += len(execution.trajectories)
+            execution, _ = self._recorder.execution(session, *session.outcome)
+            written = await self._record(execution)
+        return self._end(session, execution, num_refused, rows_in=written.rows_in)
 
-    def _end(self, session: Session, execution: FinishedExecution, num_refused: int) -> FinalizeAnswer:
+    def _end(
+        self, session: Session, execution: FinishedExecution, num_refused: int, *, rows_in: tuple[str, ...]
+    ) -> FinalizeAnswer:
         """It is durable: all that stays of the session is its answer."""
         end = SessionSettled(
             session_id=session.session_id,
@@ -395,6 +416,10 @@ class SessionRegistry:
             status=execution.status,
             num_rows=dict(Counter(row.model_id for row in execution.trajectories)),
             num_refused=num_refused,
+            workflow_id=execution.member.workflow_id,
+            mode=execution.mode,
+            reason=execution.reason[:MAX_REASON_CHARS],
+            rows_in=rows_in,
         )
         del self._sessions[session.session_id]
         owner = of_session(session.session_id)
@@ -403,10 +428,11 @@ class SessionRegistry:
         )
         return self._settled.add(end)
 
-    async def _record(self, execution: FinishedExecution) -> None:
+    async def _record(self, execution: FinishedExecution) -> Written:
         """Make an execution's end durable, then known to admission and the counters."""
-        seq = await self._ingestor.ingest(execution)
-        self._note_durable(execution, self._ingestor.writer, seq)
+        written = await self._ingestor.ingest(execution)
+        self._note_durable(execution, self._ingestor.writer, written.seq)
+        return written
 
     def _note_durable(self, execution: FinishedExecution, writer: str, seq: int) -> None:
         if execution.mode == "eval":

@@ -50,7 +50,7 @@ class TokenTexts(Protocol):
 def page(title: str, facts: Iterable[tuple[str, str]], rows: Sequence[tuple[Trajectory, TokenTexts]]) -> str:
     """The whole document. `facts` are shown at its head."""
     key = "".join(f'<span class="p{i}">{escape(text)}</span>' for i, (_, text) in enumerate(_SHADES))
-    body = "".join(_trajectory(row, texts) for row, texts in rows) or "<p>No turn has been recorded yet.</p>"
+    body = "".join(_trajectory(row, texts) for row, texts in rows) or "<p>There is no recorded turn.</p>"
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>{_facts(facts)}"

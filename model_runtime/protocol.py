@@ -269,11 +269,13 @@ class ChainView(_Wire):
 
 
 class SessionView(_Wire):
-    """GET /sessions/{id}: what an open session holds."""
+    """GET /sessions/{id}: what an open session holds, or an ended one left."""
 
     session_id: str
     workflow_id: str
     mode: Literal["train", "eval"]
+    status: str = "open"  # or its settlement's
+    reason: str = ""  # of that settlement
     running_calls: int
     rewards: dict[str, float | None]  # of the workflow
     chains: list[ChainView]

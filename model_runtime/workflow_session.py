@@ -29,12 +29,11 @@ class WorkflowSession:
 
     `chat` is the short way to an agent. Any OpenAI-compatible client works too:
 
-        client = AsyncOpenAI(
-            base_url=session.openai_base_url("planner_agent"), api_key=session.api_key, max_retries=0
-        )
+        client = AsyncOpenAI(base_url=session.openai_base_url("planner_agent"), api_key=session.api_key)
 
-    Leave retries to the driver: a failed execution is tried again as a whole. A multi-turn agent sends
-    back the messages it got, unchanged, with new ones behind them; then all its turns are one trajectory.
+    A client's own retries are safe: a call is one generation, however often it was sent. A multi-turn agent
+    sends back the messages it got, unchanged, with new ones behind them; then all its turns are one
+    trajectory.
     """
 
     def __init__(

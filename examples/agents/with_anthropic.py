@@ -7,7 +7,7 @@ PRICE = {"name": "price", "description": "What an item costs.", "input_schema": 
 async def run(task, session):
     messages = [{"role": "user", "content": task["question"]}]
     url = session.anthropic_base_url("clerk")
-    async with AsyncAnthropic(base_url=url, api_key=session.api_key, max_retries=0) as client:
+    async with AsyncAnthropic(base_url=url, api_key=session.api_key) as client:
         while True:
             reply = await client.messages.create(
                 model="clerk", messages=messages, tools=[PRICE], max_tokens=128

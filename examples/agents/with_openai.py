@@ -9,7 +9,7 @@ PRICE = {"name": "price", "description": "What an item costs.", "parameters": IT
 async def run(task, session):
     messages = [{"role": "user", "content": task["question"]}]
     url = session.openai_base_url("clerk")
-    async with AsyncOpenAI(base_url=url, api_key=session.api_key, max_retries=0) as client:
+    async with AsyncOpenAI(base_url=url, api_key=session.api_key) as client:
         while True:
             reply = await client.chat.completions.create(
                 model="clerk", messages=messages, tools=[{"type": "function", "function": PRICE}]

@@ -9,7 +9,7 @@ async def run(task, session):
         return task["prices"][item]
 
     url = session.openai_base_url("clerk")
-    async with AsyncOpenAI(base_url=url, api_key=session.api_key, max_retries=0) as client:
+    async with AsyncOpenAI(base_url=url, api_key=session.api_key) as client:
         model = OpenAIChatCompletionsModel(model="clerk", openai_client=client)
         clerk = Agent(name="clerk", instructions="Be brief.", model=model, tools=[price])
         # Tracing would send what the agents say to OpenAI.

@@ -9,7 +9,7 @@ PRICE = {"type": "function", "name": "price", "description": "What an item costs
 async def run(task, session):
     items = [{"role": "user", "content": task["question"]}]
     url = session.openai_base_url("clerk")
-    async with AsyncOpenAI(base_url=url, api_key=session.api_key, max_retries=0) as client:
+    async with AsyncOpenAI(base_url=url, api_key=session.api_key) as client:
         while True:
             reply = await client.responses.create(model="clerk", input=items, tools=[PRICE])
             items += reply.output

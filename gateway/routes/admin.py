@@ -44,10 +44,4 @@ async def health(request: Request) -> dict[str, str]:
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     gateway = gateway_of(request)
-    shown = gateway.metrics.exposition(
-        gateway.bindings,
-        num_open_sessions=len(gateway.sessions),
-        used=gateway.admission.used,
-        concurrency=gateway.admission.concurrency,
-    )
-    return Response(shown, media_type=CONTENT_TYPE_LATEST)
+    return Response(gateway.exposition(), media_type=CONTENT_TYPE_LATEST)

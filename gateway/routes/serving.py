@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -97,7 +97,7 @@ Refuse = Callable[[Exception], Response]
 async def serve(request: Request, parse: Parse, refuse: Refuse) -> Response:
     """Answer one model call. Errors before the first byte have their status, later ones are an event."""
     gateway = gateway_of(request)
-    agent_id, session = request.path_params.get("agent_id", ""), None
+    agent_id, session, call = request.path_params.get("agent_id", ""), None, _AskedCall()
     try:
         session = gateway.sessions.find(request.path_params["session_id"], session_key(request))
         logs.session_id.set(session.session_id)
@@ -106,8 +106,9 @@ async def serve(request: Request, parse: Parse, refuse: Refuse) -> Response:
         agent_id = exchange.call.agent_id
         gateway.router.check(session, exchange.call)
         identity, wait_s = _identity(request, agent_id, body), _preferred_wait_s(request)
+        call = _AskedCall(identity.key, is_repeated=session.has_failed(identity.key))
         if exchange.streams:
-            response = await _stream(request, session, exchange, identity, wait_s)
+            response = await _stream(request, session, exchange, identity, wait_s, call)
             if isinstance(response, EventStream):
                 return response  # counted when it ends
         else:
@@ -126,11 +127,12 @@ async def serve(request: Request, parse: Parse, refuse: Refuse) -> Response:
                 ),
             )
             response = exchange.answer(reply)
+        await call.succeeded(session)
     except ClientDisconnected:
         response = Response(status_code=CLIENT_CLOSED_REQUEST)
     except Exception as error:  # the edge: every error has an answer in one table
         response = refuse(error)
-        await _note_failure(session, agent_id, error, response.status_code)
+        await call.failed(session, agent_id, error, response.status_code)
     _count(request, agent_id, response.status_code)
     return response
 
@@ -180,12 +182,27 @@ def _preferred_wait_s(request: Request) -> float | None:
     return float(found[1]) if found else None
 
 
-async def _note_failure(session: Session | None, agent_id: str, error: Exception, status_code: int) -> None:
-    if status_code == 500:
-        logger.error("a model call failed unexpectedly", exc_info=error)
-    if session is not None and status_code >= 500:
-        session.mark_infra(f"agent {agent_id!r} was answered {status_code}: {error}")
-        await session.journal.durable()
+@dataclass(frozen=True, slots=True)
+class _AskedCall:
+    """A call as its session will remember it. `is_repeated`: it was answered with a 5xx before, and is asked
+    again; an agent that is answered at last met no failure."""
+
+    key: str = ""
+    is_repeated: bool = False
+
+    async def succeeded(self, session: Session) -> None:
+        if self.is_repeated:
+            session.lift_infra(self.key)
+            await session.journal.durable()
+
+    async def failed(
+        self, session: Session | None, agent_id: str, error: Exception, status_code: int
+    ) -> None:
+        if status_code == 500:
+            logger.error("a model call failed unexpectedly", exc_info=error)
+        if session is not None and status_code >= 500 and not self.is_repeated:
+            session.mark_infra(f"agent {agent_id!r} was answered {status_code}: {error}", self.key)
+            await session.journal.durable()
 
 
 def _count(request: Request, agent_id: str, status_code: int) -> None:
@@ -256,6 +273,7 @@ async def _stream(
     exchange: Exchange,
     identity: CallIdentity,
     wait_s: float | None,
+    call: _AskedCall,
 ) -> EventStream:
     """The response, once its first piece is there. Raises what a call that never began raised."""
     router, live = gateway_of(request).router, _LiveReply()
@@ -278,7 +296,7 @@ async def _stream(
     except BaseException:
         await live.abandon()
         raise
-    return EventStream(request, session, exchange, live, first)
+    return EventStream(request, session, exchange, live, first, call)
 
 
 class EventStream(Response):
@@ -291,12 +309,13 @@ class EventStream(Response):
         exchange: Exchange,
         live: _LiveReply,
         first: ReplyDelta | ChatReply,
+        call: _AskedCall,
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Request-ID": first.request_id}
         super().__init__(None, 200, headers, media_type="text/event-stream")
         # A stream has no length; Starlette announced that of an empty body.
         self.raw_headers = [h for h in self.raw_headers if h[0] != b"content-length"]
-        self._request, self._session = request, session
+        self._request, self._session, self._call = request, session, call
         self._exchange, self._live, self._first = exchange, live, first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -324,12 +343,13 @@ class EventStream(Response):
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 item = await self._live.next()
+            await self._call.succeeded(self._session)
             last = writer.end(item)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the edge, after the first byte
             status = status_of(error)
-            await _note_failure(self._session, self._exchange.call.agent_id, error, status)
+            await self._call.failed(self._session, self._exchange.call.agent_id, error, status)
             last = writer.error(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
         return status

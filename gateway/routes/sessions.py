@@ -59,37 +59,54 @@ async def open_session(request: Request, body: SessionRequest) -> SessionAnswer:
 
 @router.get("/sessions/{session_id}")
 async def show_session(request: Request, session_id: str) -> SessionView:
-    """The conversations, versions and rewards of an open session."""
-    sessions = gateway_of(request).sessions
-    session = sessions.find(session_id, session_key(request), trusted=is_admin(request))
-    return SessionView(
-        session_id=session_id,
-        workflow_id=session.member.workflow_id,
-        mode="train" if session.is_training else "eval",
-        running_calls=session.calls.num_running,
-        rewards=session.rewards.workflow,
-        chains=[_chain_view(row) for row in sessions.trajectories_so_far(session)],
-    )
+    """The conversations, versions and rewards of a session, open or ended."""
+    return (await _shown(request, session_id, session_key(request)))[0]
 
 
 @router.get("/sessions/{session_id}/view", response_class=HTMLResponse)
 async def view_session(request: Request, session_id: str, key: str = "") -> HTMLResponse:
     """The same for people, token by token. A browser gives the session's key as `?key=`."""
-    gateway = gateway_of(request)
-    given = session_key(request) or key
-    session = gateway.sessions.find(session_id, given, trusted=is_admin(request))
-    rows = [
-        (row, codec)
-        for row in gateway.sessions.trajectories_so_far(session)
-        if (codec := gateway.bindings.get(row.model_id).codec) is not None
-    ]
+    shown, trajectories = await _shown(request, session_id, session_key(request) or key)
+    bindings = gateway_of(request).bindings
+    rows = [(row, codec) for row in trajectories if (codec := bindings.get(row.model_id).codec) is not None]
     facts = [
-        ("execution", session.member.workflow_id),
-        ("mode", session.mode),
-        ("workflow's rewards", view.rewards_text(session.rewards.workflow)),
+        ("execution", shown.workflow_id),
+        ("mode", shown.mode),
+        ("status", f"{shown.status}: {shown.reason}" if shown.reason else shown.status),
+        ("workflow's rewards", view.rewards_text(shown.rewards)),
     ]
     text = await asyncio.to_thread(view.page, f"Session {session_id}", facts, rows)
     return HTMLResponse(text, headers=view.HEADERS)
+
+
+async def _shown(request: Request, session_id: str, key: str) -> tuple[SessionView, list[Trajectory]]:
+    """A session and what it has so far, or what it left. Raises as `find` does."""
+    gateway, trusted = gateway_of(request), is_admin(request)
+    end = gateway.sessions.settled(session_id, key, trusted=trusted)
+    if end is not None:
+        rows = await gateway.settled_records.trajectories(end)
+        shown = SessionView(
+            session_id=session_id,
+            workflow_id=end.workflow_id,
+            mode="eval" if end.mode == "eval" else "train",
+            status=end.status,
+            reason=end.reason,
+            running_calls=0,
+            rewards=dict(rows[0].workflow_rewards) if rows else {},
+            chains=[_chain_view(row) for row in rows],
+        )
+        return shown, rows
+    session = gateway.sessions.find(session_id, key, trusted=trusted)
+    rows = gateway.sessions.trajectories_so_far(session)
+    shown = SessionView(
+        session_id=session_id,
+        workflow_id=session.member.workflow_id,
+        mode="train" if session.is_training else "eval",
+        running_calls=session.calls.num_running,
+        rewards=session.rewards.workflow,
+        chains=[_chain_view(row) for row in rows],
+    )
+    return shown, rows
 
 
 @router.post("/sessions/{session_id}/reward")

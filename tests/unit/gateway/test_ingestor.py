@@ -10,7 +10,12 @@ import pytest
 
 from gateway.ingestor import FinishedExecution, TrajectoryIngestor
 from model_runtime.config import GatewayConfig, StoreConfig
-from model_runtime.errors import CorruptObjectError, ObjectExistsError, StoreUnavailableError
+from model_runtime.errors import (
+    CorruptObjectError,
+    InvalidTrajectoryError,
+    ObjectExistsError,
+    StoreUnavailableError,
+)
 from model_runtime.layout import RunLayout, writer_id
 from model_runtime.local_store import LocalStore
 from model_runtime.trajectory_log import decode_shard
@@ -97,10 +102,14 @@ def shard(store: LocalStore, model_id: str, seq: int, *, writer: str = WRITER) -
     return decode_shard(store.get(key), source=key)
 
 
+async def seqs(*ingesting) -> list[int]:
+    return [written.seq for written in await asyncio.gather(*ingesting)]
+
+
 async def test_ingest_returns_when_rows_and_settlements_are_in_every_models_log(store):
     writing = ingestor(store)
     await writing.start()
-    assert await writing.ingest(execution()) == 0
+    assert (await writing.ingest(execution())).seq == 0
     planner, solver = (shard(store, m, 0) for m in MODELS)
     assert len(planner.trajectories) == 1
     assert len(solver.trajectories) == 2
@@ -123,9 +132,9 @@ async def test_a_model_that_was_never_called_gets_its_settlement(store):
 async def test_executions_of_one_interval_share_a_shard(store):
     writing = ingestor(store, commit_interval_s=0.1)
     await writing.start()
-    assert set(await asyncio.gather(*(writing.ingest(execution(i)) for i in range(5)))) == {0}
+    assert await seqs(*(writing.ingest(execution(i)) for i in range(5))) == [0] * 5
     assert len(shard(store, "planner_model", 0).settlements) == 5
-    assert await writing.ingest(execution(5)) == 1
+    assert (await writing.ingest(execution(5))).seq == 1
     await writing.close()
 
 
@@ -134,7 +143,7 @@ async def test_many_rows_or_bytes_are_written_without_waiting_for_the_interval(s
     writing = ingestor(store, commit_interval_s=60, **limit)
     await writing.start()
     async with asyncio.timeout(5):
-        assert await asyncio.gather(*(writing.ingest(execution(i)) for i in range(2))) == [0, 0]
+        assert await seqs(*(writing.ingest(execution(i)) for i in range(2))) == [0, 0]
     await writing.close()
 
 
@@ -147,7 +156,7 @@ async def test_a_failing_store_keeps_the_work_and_it_is_written_once_when_it_is_
     assert not task.done()
     assert len(store.list(LAYOUT.journal_writers())) == 1
     store.failing = None
-    assert await task == 0
+    assert (await task).seq == 0
     assert len(store.list(LAYOUT.model("solver_model").log_writers())) == 1
     await writing.close()
 
@@ -162,7 +171,7 @@ async def test_a_caller_gives_up_with_the_stores_error_and_may_ask_again(store):
     again = asyncio.create_task(writing.ingest(execution()))
     await asyncio.sleep(0)
     store.failing = None
-    assert await again == 0
+    assert (await again).seq == 0
     assert len(shard(store, "planner_model", 0).settlements) == 1
     assert not store.exists(LAYOUT.model("planner_model").log_shard(WRITER, 1))
     await writing.close()
@@ -177,7 +186,7 @@ async def test_what_became_durable_after_its_caller_gave_up_is_not_written_again
     store.failing = None
     await until(lambda: len(store.created) >= 3)
     await asyncio.sleep(0.05)  # the commit is over
-    assert await writing.ingest(execution()) == 0
+    assert (await writing.ingest(execution())).seq == 0
     await writing.close()
     assert store.list(LAYOUT.model(MODELS[0]).log_writers()) == [LAYOUT.model(MODELS[0]).log_shard(WRITER, 0)]
 
@@ -198,7 +207,7 @@ async def test_what_a_crash_left_in_the_journal_is_written_by_the_next_start_exa
     next_life = ingestor(store, writer=writer_id(1, 2))
     await next_life.start()
     assert [len(shard(store, m, 0).trajectories) for m in MODELS] == [1, 2]
-    assert await next_life.ingest(execution(1)) == 0
+    assert (await next_life.ingest(execution(1))).seq == 0
     await next_life.close()
     logs = [key for m in MODELS for key in store.list(LAYOUT.model(m).log_writers())]
     assert len(logs) == 4
@@ -228,7 +237,7 @@ async def test_evaluations_stand_apart_and_take_no_number_of_the_log(store):
     await writing.start()
     await writing.ingest(execution(mode="eval"))
     await writing.ingest(execution(1, mode="eval"))
-    assert await writing.ingest(execution(2)) == 0
+    assert (await writing.ingest(execution(2))).seq == 0
     key = LAYOUT.model("solver_model").eval_shard(WRITER, 1)
     rows = decode_shard(store.get(key), source=key)
     assert [t.member.member_index for t in rows.trajectories] == [1, 1]
@@ -242,7 +251,7 @@ async def test_close_writes_what_is_pending(store):
     task = asyncio.create_task(writing.ingest(execution()))
     await asyncio.sleep(0.01)
     await writing.close()
-    assert await task == 0
+    assert (await task).seq == 0
     with pytest.raises(StoreUnavailableError, match="not running"):
         await writing.ingest(execution(1))
 
@@ -257,7 +266,7 @@ async def test_only_one_commit_is_in_flight_and_later_work_gathers_behind_it(sto
     await asyncio.sleep(0.05)
     assert not first.done()
     store.gate.set()
-    assert [await first, *(await asyncio.gather(*later))] == [0, 1, 1, 1]
+    assert await seqs(first, *later) == [0, 1, 1, 1]
     await writing.close()
 
 
@@ -269,8 +278,8 @@ async def test_a_record_that_cannot_be_written_is_refused_alone(store):
     results = await asyncio.gather(
         *(writing.ingest(e) for e in (execution(0), bad, execution(2))), return_exceptions=True
     )
-    assert results[0] == results[2] == 0
-    assert isinstance(results[1], Exception)
+    assert [getattr(result, "seq", None) for result in (results[0], results[2])] == [0, 0]
+    assert isinstance(results[1], InvalidTrajectoryError)
     assert [s.member.member_index for s in shard(store, "planner_model", 0).settlements] == [0, 2]
     await writing.close()
 

@@ -24,6 +24,8 @@ from gateway.conversation import ChatReply
 from gateway.journal import Append, Forget, Owned, SessionJournal, remove_older_journals
 from gateway.journal_events import GatesMoved, InfraMarked, OutcomeDecided, RewardGiven, TurnCommitted
 from model_runtime.errors import ConfigError
+from model_runtime.store import Store
+from tests.gateway_harness import live_gateway
 
 ROOT = Path(__file__).parents[3]
 
@@ -371,3 +373,21 @@ async def test_a_disk_that_stays_full_costs_the_journal_and_no_call(
     await asyncio.wait_for(journal.durable(), 1)
     await journal.close()
     assert await read_again(path) == {}  # a gap is worse than nothing
+
+
+def test_a_journal_that_is_given_up_shows_in_the_metrics(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WRITE_PATIENCE_S", 0.0)
+    with live_gateway(local_store) as harness:
+        harness.start_afresh()
+        session, journal = harness.open_session(), harness.gateway._journal
+        assert "repertory_gateway_journal_kept 1.0" in harness.http.get("/metrics").text
+
+        def refuse(*_: object) -> None:
+            raise sqlite3.OperationalError("disk I/O error")
+
+        monkeypatch.setattr(journal, "_commit", refuse)
+        assert session.chat("x").status_code == 200
+        assert "repertory_gateway_journal_kept 0.0" in harness.http.get("/metrics").text
+        assert session.finalize(1.0)["status"] == "finalized"

@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 
-from gateway import logs
+from gateway import logs, settled_sessions
 from gateway.logs import JsonLines, TextLines
-from tests.gateway_harness import ADMIN_KEY, GatewayHarness, LiveSession
+from model_runtime.layout import RunLayout
+from tests.gateway_harness import ADMIN_KEY, RUN_ID, GatewayHarness, LiveSession
 
 SECRET = "a-prompt-that-no-log-may-hold"
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
 
 
-def two_turns(harness: GatewayHarness, question: str = "one plus one?") -> LiveSession:
-    session = harness.open_session()
+def two_turns(harness: GatewayHarness, question: str = "one plus one?", **fields: Any) -> LiveSession:
+    session = harness.open_session(**fields)
     asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": question}]
     answer = session.chat(asked).json()
     asked += [answer["choices"][0]["message"], {"role": "user", "content": "and then?"}]
@@ -45,6 +46,53 @@ def test_an_open_session_shows_its_conversations_versions_and_rewards(harness: G
     assert chain["num_sampled_tokens"] == sum(turn["num_tokens"] for turn in chain["turns"])
     assert harness.http.get(url, headers=harness.admin).json() == shown
     assert harness.http.get(url).status_code == 401
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_an_ended_session_shows_what_it_left_from_the_log(harness: GatewayHarness, mode: str) -> None:
+    session = two_turns(harness, mode=mode)
+    neighbour = harness.open_session(1, mode=mode)
+    neighbour.chat("something else")
+    url = f"/sessions/{session.session_id}"
+    before = harness.http.get(url, headers=session.headers).json()
+    page_before = harness.http.get(f"{url}/view", headers=session.headers).text
+    neighbour.finalize(0.0)
+    session.finalize()
+    shown = harness.http.get(url, headers=session.headers).json()
+    assert shown == before | {"status": "finalized"}
+    page = harness.http.get(f"{url}/view", params={"key": session.api_key})
+    assert page.text == page_before.replace("<dd>open</dd>", "<dd>finalized</dd>")
+    assert harness.http.get(url, headers=neighbour.headers).status_code == 401
+    assert harness.http.get(url, headers=harness.admin).json() == shown
+
+
+def test_an_ended_session_without_trajectories_shows_why(harness: GatewayHarness) -> None:
+    session = two_turns(harness)
+    session.post("abort", {"status": "aborted", "reason": "the task was withdrawn"}).raise_for_status()
+    url = f"/sessions/{session.session_id}"
+    shown = harness.http.get(url, headers=session.headers).json()
+    assert (shown["status"], shown["reason"], shown["chains"]) == ("aborted", "the task was withdrawn", [])
+    page = harness.http.get(f"{url}/view", headers=session.headers).text
+    assert "aborted: the task was withdrawn" in page
+    assert "There is no recorded turn." in page
+
+
+def test_what_is_known_no_more_is_said_clearly(
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settled_sessions, "MAX_REMEMBERED", 1)
+    first, second = two_turns(harness), harness.open_session(1)
+    first.finalize()
+    second.chat("x")
+    second.finalize()
+    forgotten = harness.http.get(f"/sessions/{first.session_id}", headers=first.headers)
+    assert forgotten.status_code == 404
+    assert "have ended since" in forgotten.json()["error"]["message"]
+    for key in harness.store.list(RunLayout(RUN_ID).model("plan").log_writers()):
+        harness.store.delete(key)
+    gone = harness.http.get(f"/sessions/{second.session_id}", headers=second.headers)
+    assert gone.status_code == 404
+    assert "is finalized, and what it left is not in the log any more" in gone.json()["error"]["message"]
 
 
 def test_the_page_opens_with_the_sessions_key_alone(harness: GatewayHarness) -> None:

@@ -112,6 +112,20 @@ def test_a_conversation_goes_on_in_its_chain(lives: Lives, before: GatewayHarnes
     assert len({turn.request_id for turn in row.turns}) == 3
 
 
+def test_failures_that_were_made_good_and_those_that_were_not_outlive_the_crash(lives: Lives) -> None:
+    harness = lives.begin(request_timeout_s=0.5)
+    harness.open_group()
+    mended, broken = harness.open_session(0), harness.open_session(1)
+    harness.server.fail_next = [500] * 30
+    for session in (mended, broken):
+        assert session.chat("x", headers=FIRST_TRY).status_code == 503
+    harness.server.fail_next = []
+    assert mended.chat("x", headers=SECOND_TRY).status_code == 200
+    after = lives.crash(harness)
+    ends = [moved(session, after).finalize(1.0)["status"] for session in (mended, broken)]
+    assert ends == ["finalized", "infra"]
+
+
 def test_a_rollback_outlives_the_crash_and_a_turn_can_be_taken_back_after_it(
     lives: Lives, before: GatewayHarness
 ) -> None:
