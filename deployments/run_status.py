@@ -13,7 +13,7 @@ from rich.table import Table
 
 from deployments.home import RunRecord, admin_key, standing_stack
 from deployments.live_view import live_table
-from deployments.summary_view import print_summary
+from deployments.summary_view import disk_use, print_summary
 from deployments.terminal import command
 from model_runtime.coordinator import read_run
 from model_runtime.documents import RunDocument
@@ -21,7 +21,7 @@ from model_runtime.errors import RunFailedError
 from model_runtime.layout import RunLayout
 from model_runtime.protocol import GatewayStatus
 from model_runtime.store import open_store
-from model_runtime.summary import RunSummary, read_summary
+from model_runtime.summary import RunSummary, read_summary, usage
 from tasks.gateway_admin import GatewayAdmin
 
 STOP_LIMIT_S = 60.0
@@ -71,6 +71,8 @@ def show_run(record: RunRecord, console: Console, *, as_json: bool) -> None:
     elif live is not None:
         ui_url = record.api_url.removesuffix("/api")
         console.print(live_table(live, run_id=record.run_id, started_at=record.launched_at, ui_url=ui_url))
+        used = usage(open_store(record.config.store), RunLayout(record.run_id))
+        console.print(disk_use(used), highlight=False, soft_wrap=True)
     else:
         console.print(f"{record.run_id}: {state_of(record, document)}", highlight=False)
         if summary is not None:

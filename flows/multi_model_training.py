@@ -47,6 +47,7 @@ from model_runtime.errors import (
 from model_runtime.layout import RunLayout
 from model_runtime.patient_store import open_patient_store
 from model_runtime.protocol import ModelStatus, TrainerState
+from model_runtime.retention import sweep
 from model_runtime.store import Store
 from model_runtime.summary import RunSummary
 from model_runtime.workspace import ONE_RUN_ENV, Workspace, exclusive
@@ -69,6 +70,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 KEEP_UP_EVERY_S = 10.0
+SWEEP_EVERY_S = 60.0
 DRAIN_LIMIT_S = 900.0
 """Longest wait for open work to settle and the rest of the log to be trained and published."""
 EVALUATION_LIMIT_S = 1800.0
@@ -318,12 +320,17 @@ async def _follow(run: Run, keeping_up: asyncio.Task[None]) -> None:
 
 
 async def keep_up(run: Run) -> None:
-    """Again and again: name what the models saved together, and see who leads the run. Beside the watch, so
+    """Again and again: name what the models saved together, see who leads the run, remove what is
+    no longer kept. Beside the watch, so
     that a store that is away does not hold that up. Raises SupersededError and StoreOutageError."""
+    swept_at = time.monotonic()
     while True:
         await asyncio.sleep(KEEP_UP_EVERY_S)
         await asyncio.to_thread(run.coordinator.snapshot)
         await asyncio.to_thread(require_leading, run.store, run.layout, run.epoch)
+        if time.monotonic() - swept_at > SWEEP_EVERY_S:
+            await asyncio.to_thread(sweep, run.store, run.layout, run.config)
+            swept_at = time.monotonic()
 
 
 async def watch_children(run: Run) -> None:

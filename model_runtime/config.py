@@ -27,7 +27,7 @@ from model_runtime.gateway_config import GatewayConfig
 from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.sync_config import SyncConfig
 from model_runtime.trainer_config import LoRAConfig, LoRARank, TrainerConfig
-from model_runtime.training_config import ReplayConfig, SupervisedConfig, TrackingConfig
+from model_runtime.training_config import ReplayConfig, RetentionConfig, SupervisedConfig, TrackingConfig
 
 Slug = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]{0,62}$")]
 """Run, model and agent ids."""
@@ -325,6 +325,8 @@ class RunConfig(Section):
     """The store."""
     sync: SyncConfig = SyncConfig()
     """How models take turns in publishing."""
+    retention: RetentionConfig = RetentionConfig()
+    """What stays in the store of checkpoints and versions. Everything by default."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation of the held-out tasks."""
     tracking: TrackingConfig = TrackingConfig()

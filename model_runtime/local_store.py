@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -80,6 +81,13 @@ class LocalStore(Store):
                     Path(parent, name).relative_to(self._root).as_posix() for name in names if visible(name)
                 ]
         return sorted(found)
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        found = {}
+        for key in self.list(prefix):
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                found[key] = (self._root / key).stat().st_size
+        return found
 
     def children(self, prefix: str) -> list[str]:
         with _translated("list", self.uri(prefix)):

@@ -82,6 +82,9 @@ class PatientStore(Store):
     def list(self, prefix: str) -> list[str]:
         return self._outlast(lambda: self._store.list(prefix))
 
+    def sizes(self, prefix: str) -> dict[str, int]:
+        return self._outlast(lambda: self._store.sizes(prefix))
+
     def children(self, prefix: str) -> list[str]:
         return self._outlast(lambda: self._store.children(prefix))
 
@@ -166,6 +169,9 @@ class _AtOnce(Store):
 
     def list(self, prefix: str) -> list[str]:
         return self._patient.once(lambda: self._store.list(prefix))
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        return self._patient.once(lambda: self._store.sizes(prefix))
 
     def children(self, prefix: str) -> list[str]:
         return self._patient.once(lambda: self._store.children(prefix))

@@ -98,13 +98,17 @@ class S3Store(Store):
         return True
 
     def list(self, prefix: str) -> list[str]:
-        async def call(fs: s3fs.S3FileSystem, _: asyncio.Timeout) -> list[str]:
-            pages = self._pages(fs, prefix)
-            return [entry["Key"] async for page in pages for entry in page.get("Contents", ())]
+        return sorted(self.sizes(prefix))
 
-        keys = [key.removeprefix(self._prefix) for key in self._run("list", prefix, call)]
+    def sizes(self, prefix: str) -> dict[str, int]:
+        async def call(fs: s3fs.S3FileSystem, _: asyncio.Timeout) -> dict[str, int]:
+            pages = self._pages(fs, prefix)
+            entries = [entry async for page in pages for entry in page.get("Contents", ())]
+            return {entry["Key"].removeprefix(self._prefix): int(entry["Size"]) for entry in entries}
+
         # Other tools mark folders with empty objects whose key ends in a slash.
-        return sorted(k for k in keys if not k.endswith("/") and visible(k.rsplit("/", 1)[-1]))
+        found = self._run("list", prefix, call)
+        return {k: n for k, n in found.items() if not k.endswith("/") and visible(k.rsplit("/", 1)[-1])}
 
     def children(self, prefix: str) -> list[str]:
         async def call(fs: s3fs.S3FileSystem, _: asyncio.Timeout) -> list[str]:

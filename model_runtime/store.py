@@ -96,6 +96,10 @@ class Store(ABC):
         """Keys of all objects below the folder `prefix`, sorted; [] when there is none."""
 
     @abstractmethod
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Bytes of every object below the folder `prefix`, by key."""
+
+    @abstractmethod
     def children(self, prefix: str) -> list[str]:
         """Names of objects and folders directly below the folder `prefix`, sorted; [] when absent.
         A folder is there as long as an object is below it."""

@@ -97,6 +97,7 @@ class RunSummary(_Part):
     agents: list[AgentSummary]
     models: list[ModelSummary]
     held_out: HeldOut | None
+    store_bytes: dict[str, int] = Field(default_factory=dict)  # part of the run → bytes in the store
     run_uri: str
     summary_uri: str
     created_at: float
@@ -167,10 +168,21 @@ def summarize(
             for model in config.models
         ],
         held_out=read_held_out(store, layout, epoch),
+        store_bytes=usage(store, layout),
         run_uri=store.uri(layout.run_id),
         summary_uri=store.uri(layout.summary()),
         created_at=time.time(),
     )
+
+
+def usage(store: Store, layout: RunLayout) -> dict[str, int]:
+    """Bytes in the store by part of the run: `checkpoints`, `versions`, `log` …, and `other`."""
+    total: dict[str, int] = defaultdict(int)
+    models = f"{layout.run_id}/models/"
+    for key, num_bytes in store.sizes(layout.run_id).items():
+        part = key.removeprefix(models).split("/")[1] if key.startswith(models) else "other"
+        total[part] += num_bytes
+    return dict(total)
 
 
 def write_held_out(store: Store, layout: RunLayout, epoch: int, held_out: HeldOut) -> None:

@@ -333,6 +333,9 @@ class FullyAsyncTrainer:
         number = self._version + 1
         if number > self._newest_version:
             return number
+        if not self._store.exists(self._layout.version_marker(number)):
+            logger.warning("v%d was removed; taking the next free number", number)
+            return next_free_version(self._store, self._layout)
         try:
             return write(number).version
         except ObjectExistsError as error:

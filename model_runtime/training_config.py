@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from model_runtime.config_section import Section
 
@@ -22,6 +22,28 @@ class ReplayConfig(Section):
     async_training.max_staleness, which bounds its first time."""
     max_reuses: int = Field(default=1, ge=1)
     """Times one group is trained again."""
+
+
+class RetentionConfig(Section):
+    """How many checkpoints and versions of each model a run keeps in its store. What anything still needs (to
+    resume, to serve, a snapshot) stays beyond that; the log and the steps' documents always stay."""
+
+    keep_last: int | None = Field(default=None, ge=2)
+    """Newest checkpoints and versions kept, at least two: a damaged checkpoint is replaced by the one before
+    it. None: everything is kept."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Beside them, checkpoints whose step, and versions whose number, is a multiple of this."""
+    keep_best: int = Field(default=0, ge=0)
+    """Beside them, this many versions of the highest mean reward: in evaluations where there are any, else in
+    the steps that were trained from them."""
+    min_age_s: float = Field(default=600.0, ge=0)
+    """No version younger than this is removed: somebody may just be fetching it."""
+
+    @model_validator(mode="after")
+    def _has_a_bound(self) -> RetentionConfig:
+        if self.keep_last is None and (self.keep_every is not None or self.keep_best):
+            raise ValueError("keep_every and keep_best keep more than keep_last does: set keep_last too")
+        return self
 
 
 class SupervisedConfig(Section):

@@ -31,6 +31,9 @@ class MemoryStore(Store):
     def list(self, prefix: str) -> list[str]:
         return sorted(key for key in self.objects if key.startswith(f"{prefix}/"))
 
+    def sizes(self, prefix: str) -> dict[str, int]:
+        return {key: len(self.objects[key]) for key in self.list(prefix)}
+
     def children(self, prefix: str) -> list[str]:
         return sorted({key.removeprefix(f"{prefix}/").split("/")[0] for key in self.list(prefix)})
 

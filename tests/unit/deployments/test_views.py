@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from deployments.live_view import cells, clock, live_table, plain_line
-from deployments.summary_view import print_summary, reasons
+from deployments.summary_view import disk_use, print_summary, reasons
 from deployments.up import TerminalView
 from model_runtime.protocol import GatewayStatus, ModelRenewal, ModelStatus, QueueReport
 from model_runtime.summary import AgentSummary, HeldOut, ModelSummary, Reward, RunSummary
@@ -188,6 +188,11 @@ def test_a_summary_prints_rewards_books_adapters_and_the_command() -> None:
         "serve one: vllm serve /models/solver",
     ):
         assert wanted in text, wanted
+
+
+def test_the_store_s_use_is_told_by_part_the_largest_first() -> None:
+    used = {"log": 4_000_000, "checkpoints": 8_100_000, "other": 200_000}
+    assert disk_use(used) == "in the store: 12.3 MB (checkpoints 8.1, log 4.0, other 0.2)"
 
 
 def test_drops_are_counted_with_their_reasons() -> None:

@@ -451,3 +451,16 @@ def test_a_replay_that_differs_takes_a_number_above_all(folder):
     assert version_document(folder.store, folder.layout, 1).sha256 == taken
     assert version_document(folder.store, folder.layout, 2).step == 2
     assert folder.status().committed_version == 2
+
+
+def test_the_number_of_a_version_that_was_removed_is_not_given_again(folder):
+    folder.write_groups(make_groups(8))
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+    assert train(folder) == 0
+    assert versions(folder) == ["v0", "v1", "v2"]
+    for name in folder.store.children(folder.layout.checkpoints()):
+        folder.store.delete(f"{folder.layout.checkpoints()}/{name}/MANIFEST.json")
+    for key in folder.store.list(folder.layout.version(1)):
+        folder.store.delete(key)
+    assert train(folder) == 0
+    assert versions(folder) == ["v0", "v2", "v3", "v4"]

@@ -1,0 +1,145 @@
+"""What of a run's checkpoints and versions may go.
+
+Kept is what the config names (RetentionConfig), and whatever anything still needs: what a trainer resumes
+from, what a server may have to load again, what a snapshot names together, what is too young to be sure
+about. The log, the steps' documents and the metrics are never touched: the books are counted from them.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from model_runtime.checkpoints import checkpoint_steps
+from model_runtime.config import ModelConfig, RunConfig
+from model_runtime.documents import CheckpointDocument, SnapshotDocument, VersionDocument
+from model_runtime.errors import CorruptObjectError, ObjectNotFoundError
+from model_runtime.evaluation import read_evaluations
+from model_runtime.layout import ModelLayout, RunLayout, number_in
+from model_runtime.metrics import read_metrics
+from model_runtime.store import Store
+from model_runtime.summary import mean_reward
+from model_runtime.training_config import RetentionConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Of one model."""
+
+    model_id: str
+    checkpoints: tuple[int, ...]
+    versions: tuple[int, ...]
+
+
+def sweep(store: Store, layout: RunLayout, config: RunConfig, *, now: float | None = None) -> list[Removed]:
+    """Remove what the config no longer wants kept and nothing needs. Only for whoever leads the run."""
+    settings = config.retention
+    if settings.keep_last is None:
+        return []
+    snapshots = _last_snapshots(store, layout, settings.keep_last)
+    now = time.time() if now is None else now
+    return [
+        _sweep_model(store, layout, model, settings, snapshots, now=now) for model in config.trainable_models
+    ]
+
+
+def _sweep_model(
+    store: Store,
+    layout: RunLayout,
+    model: ModelConfig,
+    settings: RetentionConfig,
+    snapshots: Collection[SnapshotDocument],
+    *,
+    now: float,
+) -> Removed:
+    place, model_id = layout.model(model.model_id), model.model_id
+    steps = checkpoint_steps(store, place)  # newest first
+    named = {s.checkpoints[model_id] for s in snapshots if model_id in s.checkpoints}
+    kept_steps = {*steps[: settings.keep_last], *_every(steps, settings.keep_every), *(named & {*steps})}
+    checkpoints = [_checkpoint(store, place, step) for step in sorted(kept_steps)]
+    needed = {c.version for c in checkpoints if c is not None}
+    needed |= {s.versions[model_id] for s in snapshots if model_id in s.versions}
+    resumed_from = [c.version for c in checkpoints if c is not None and c.step in steps[: settings.keep_last]]
+
+    versions = _versions(store, place)  # newest first
+    served = max(settings.keep_last or 0, model.rollout.max_live_versions + 1)
+    needed |= {*versions[:served], *_every(versions, settings.keep_every)}
+    needed |= {v for v in versions if v >= min(resumed_from, default=0)}  # a replay finds them as they are
+    needed |= _best(store, layout, model_id, versions, settings.keep_best)
+    gone_steps = tuple(step for step in steps if step not in kept_steps)
+    gone = tuple(
+        version
+        for version in versions
+        if version not in needed and _age_s(store, place, version, now=now) > settings.min_age_s
+    )
+    for step in gone_steps:
+        _remove(store, place.checkpoint(step), place.checkpoint_marker(step))
+    for version in gone:
+        _remove(store, place.version(version), place.version_marker(version))
+    if gone or gone_steps:
+        logger.info("%s: removed checkpoints of steps %s and versions %s", model_id, gone_steps, gone)
+    return Removed(model_id, gone_steps, gone)
+
+
+def _remove(store: Store, folder: str, marker: str) -> None:
+    """The marker first: what is half removed counts as not there."""
+    store.delete(marker)
+    for key in store.list(folder):
+        store.delete(key)
+
+
+def _every(numbers: Iterable[int], every: int | None) -> set[int]:
+    return set() if every is None else {number for number in numbers if number % every == 0}
+
+
+def _versions(store: Store, layout: ModelLayout) -> list[int]:
+    numbers = sorted((number_in(name) for name in store.children(layout.versions())), reverse=True)
+    return [number for number in numbers if store.exists(layout.version_marker(number))]
+
+
+def _checkpoint(store: Store, layout: ModelLayout, step: int) -> CheckpointDocument | None:
+    key = layout.checkpoint_marker(step)
+    try:
+        return CheckpointDocument.parse(store.get(key), source=store.uri(key))
+    except (ObjectNotFoundError, CorruptObjectError) as error:
+        logger.warning("what the checkpoint of step %d needs is not known: %s", step, error)
+        return None
+
+
+def _age_s(store: Store, layout: ModelLayout, version: int, *, now: float) -> float:
+    key = layout.version_marker(version)
+    try:
+        return now - VersionDocument.parse(store.get(key), source=store.uri(key)).created_at
+    except CorruptObjectError as error:
+        logger.warning("v%d is kept, its age is not known: %s", version, error)
+        return 0.0
+
+
+def _last_snapshots(store: Store, layout: RunLayout, count: int) -> list[SnapshotDocument]:
+    numbers = sorted((number_in(name) for name in store.children(layout.snapshots())), reverse=True)
+    keys = [layout.snapshot(number) for number in numbers[:count]]
+    return [SnapshotDocument.parse(store.get(key), source=store.uri(key)) for key in keys]
+
+
+def _best(store: Store, layout: RunLayout, model_id: str, versions: list[int], count: int) -> set[int]:
+    """By the mean reward of its evaluations where there are any, else of the steps trained from it."""
+    if not count:
+        return set()
+    scores: dict[int, list[float]] = defaultdict(list)
+    for document in read_evaluations(store, layout):
+        version = document.plan.versions.get(model_id)
+        if version is not None and document.reward is not None:
+            scores[version].append(document.reward.mean)
+    if not scores:
+        for row in read_metrics(store, layout.model(model_id), "steps"):
+            reward = mean_reward(row)
+            if reward is not None and row.get("version") is not None:
+                scores[int(row["version"])].append(reward)
+    known = [version for version in versions if version in scores]
+    return set(sorted(known, key=lambda version: statistics.fmean(scores[version]), reverse=True)[:count])

@@ -1,0 +1,181 @@
+"""What a run removes from its store, and what it never does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from model_runtime.adapters import latest_version, next_free_version, write_version
+from model_runtime.checkpoints import TrainingState, checkpoint_steps, load_latest_checkpoint, save_checkpoint
+from model_runtime.config import RunConfig
+from model_runtime.coordinator import CheckpointCoordinator, begin_run, claim_epoch
+from model_runtime.evaluation import Estimate, EvaluationDocument, EvaluationPlan, write_evaluation
+from model_runtime.layout import RunLayout, number_in
+from model_runtime.metrics import MetricsWriter
+from model_runtime.retention import sweep
+from model_runtime.store import Store
+from model_runtime.summary import usage
+from model_runtime.training_queue import QueueProgress
+from tests.fake_servers import make_adapter_files
+
+LAYOUT = RunLayout("run")
+MODEL = LAYOUT.model("a")
+LONG_AGO = 10_000_000_000.0  # `now`, long after everything that is written here
+NOTHING_READ = QueueProgress(low_water={}, consumed=[], closed_groups=[], totals={}, replay=[])
+
+
+def config(**retention: Any) -> RunConfig:
+    model = {"model_id": "a", "model_path": "/a", "rollout": {"max_live_versions": 2}}
+    return RunConfig.model_validate(
+        {
+            "multi_model": {"models": [model]},
+            "agent_model_mapping": {"x": "a"},
+            "retention": retention,
+        }
+    )
+
+
+def version(store: Store, number: int) -> None:
+    write_version(store, MODEL, make_adapter_files(number), version=number, step=number, epoch=1)
+
+
+def checkpoint(store: Store, step: int, version: int) -> None:
+    weights = {"w": np.full(100, step, np.float32)}
+    state = TrainingState(adapter=weights, optimizer=weights, generators={}, values={})
+    save_checkpoint(store, MODEL, state, step=step, epoch=1, version=version, seed=0, progress=NOTHING_READ)
+
+
+def evaluation(version: int, reward: float) -> EvaluationDocument:
+    plan = EvaluationPlan(
+        run_id="run",
+        versions={"a": version},
+        function="m:f",
+        tasks_sha256="0" * 64,
+        samples_per_task=1,
+        temperature=0.0,
+        seed=0,
+    )
+    estimate = Estimate(mean=reward, low=reward, high=reward, num_tasks=9)
+    return EvaluationDocument(plan=plan, executions={}, reward=estimate, created_at=1.0, duration_s=1.0)
+
+
+def versions(store: Store) -> list[int]:
+    return sorted(number_in(name) for name in store.children(MODEL.versions()))
+
+
+@pytest.fixture
+def store(local_store: Store) -> Store:
+    """Twelve versions, a checkpoint after each but the last."""
+    for number in range(12):
+        version(local_store, number)
+        if number < 11:
+            checkpoint(local_store, number, number)
+    return local_store
+
+
+def test_by_default_everything_stays(store: Store) -> None:
+    assert sweep(store, LAYOUT, config(), now=LONG_AGO) == []
+    assert len(versions(store)) == 12
+
+
+def test_the_newest_stay_and_a_run_can_be_resumed_from_them(store: Store) -> None:
+    (removed,) = sweep(store, LAYOUT, config(keep_last=3), now=LONG_AGO)
+    assert checkpoint_steps(store, MODEL) == [10, 9, 8]
+    assert removed.checkpoints == tuple(range(7, -1, -1))
+    assert versions(store) == [8, 9, 10, 11]
+    loaded = load_latest_checkpoint(store, MODEL)
+    assert loaded is not None
+    assert loaded.document.step == 10
+    assert latest_version(store, MODEL) == 11
+    assert next_free_version(store, MODEL) == 12, "a number that was given is never given again"
+
+
+def test_multiples_stay_beside_the_newest(store: Store) -> None:
+    sweep(store, LAYOUT, config(keep_last=2, keep_every=5), now=LONG_AGO)
+    assert checkpoint_steps(store, MODEL) == [10, 9, 5, 0]
+    assert versions(store) == [0, 5, 9, 10, 11]
+
+
+def test_versions_that_a_server_may_load_again_stay(store: Store) -> None:
+    """max_live_versions of them, and the next."""
+    checkpoint(store, 12, 11)
+    checkpoint(store, 13, 11)
+    sweep(store, LAYOUT, config(keep_last=2), now=LONG_AGO)
+    assert versions(store) == [9, 10, 11]
+
+
+def test_whatever_a_replay_from_a_kept_checkpoint_would_commit_stays(store: Store) -> None:
+    """Else a machine that doesn't repeat itself would give a number to another adapter."""
+    for step in (1, 2, 3):
+        store.delete(MODEL.checkpoint_marker(step))
+    for step in range(6, 11):
+        store.delete(MODEL.checkpoint_marker(step))
+    sweep(store, LAYOUT, config(keep_last=2), now=LONG_AGO)
+    assert checkpoint_steps(store, MODEL) == [5, 4]
+    assert versions(store) == list(range(4, 12))
+
+
+def test_what_a_snapshot_names_stays(store: Store) -> None:
+    claim_epoch(store, LAYOUT)
+    begin_run(store, LAYOUT, config(), epoch=1)
+    assert CheckpointCoordinator(store, LAYOUT, ("a",), 1).snapshot() is not None  # step 10, v10
+    for number in range(12, 20):
+        version(store, number)
+        checkpoint(store, number, number)
+    sweep(store, LAYOUT, config(keep_last=2), now=LONG_AGO)
+    assert checkpoint_steps(store, MODEL) == [19, 18, 10]
+    assert versions(store) == [10, 17, 18, 19]
+
+
+@pytest.mark.parametrize(("evaluated", "best"), [({}, 3), ({4: 0.2, 6: 0.9}, 6)])
+def test_the_best_stay_by_evaluations_or_else_by_the_rewards_of_training(
+    store: Store, evaluated: dict[int, float], best: int
+) -> None:
+    metrics = MetricsWriter(store, MODEL, "steps", epoch=1, incarnation=1)
+    for number in range(12):
+        reward = 1.0 if number == 3 else 0.1
+        metrics.append({"step": number, "version": number, "agent/x/reward/mean": reward})
+    for number, reward in evaluated.items():
+        write_evaluation(store, LAYOUT, evaluation(number, reward))
+    sweep(store, LAYOUT, config(keep_last=2, keep_best=1), now=LONG_AGO)
+    assert versions(store) == [best, 9, 10, 11]
+
+
+def test_a_young_version_stays(store: Store) -> None:
+    sweep(store, LAYOUT, config(keep_last=2))
+    assert len(versions(store)) == 12
+    assert checkpoint_steps(store, MODEL) == [10, 9]
+
+
+def test_half_a_removal_counts_as_removed_and_is_harmless(store: Store) -> None:
+    store.delete(MODEL.version_marker(2))  # died right after the marker
+    (removed,) = sweep(store, LAYOUT, config(keep_last=2), now=LONG_AGO)
+    assert 2 not in removed.versions
+    assert latest_version(store, MODEL) == 11
+
+
+def test_the_log_and_the_documents_of_the_steps_are_never_touched(store: Store) -> None:
+    keys = [MODEL.log_shard("e00001-00001", 0), MODEL.batch(1), MODEL.eval_shard("e00001-00001", 0)]
+    for key in keys:
+        store.put(key, b"1")
+    sweep(store, LAYOUT, config(keep_last=2), now=LONG_AGO)
+    assert all(store.exists(key) for key in keys)
+
+
+def test_a_long_run_takes_a_bounded_part_of_the_store(local_store: Store) -> None:
+    used = []
+    for number in range(60):
+        version(local_store, number)
+        checkpoint(local_store, number, number)
+        sweep(local_store, LAYOUT, config(keep_last=3), now=LONG_AGO)
+        used.append(sum(usage(local_store, LAYOUT).values()))
+    assert used[-1] < 1.01 * used[10]  # numbers get longer
+    assert set(usage(local_store, LAYOUT)) == {"checkpoints", "versions"}
+
+
+@pytest.mark.parametrize("unbounded", [{"keep_every": 5}, {"keep_best": 1}])
+def test_keeping_more_of_everything_is_refused(unbounded: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="set keep_last too"):
+        config(**unbounded)
