@@ -234,10 +234,15 @@ def deploy(
     )
     done = asyncio.run(register(settings, wanted))
     if json:
-        sys.stdout.write(json_format.dumps(dataclasses.asdict(done), indent=1) + "\n")
+        sys.stdout.write(json_format.dumps(dataclasses.asdict(done), indent=1, default=str) + "\n")
         return
     screen = console()
-    for what, names in (("registered", done.registered), ("retired", done.retired)):
+    for what, names in (
+        ("registered", done.registered),
+        ("retired", done.retired),
+        ("automation", done.automations.names),
+        ("retired automation", done.automations.retired),
+    ):
         for name in names:
             screen.print(f"{what} {name}", highlight=False, soft_wrap=True)
     screen.print(

@@ -23,16 +23,16 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import WorkPool
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.deployments.runner import RunnerDeployment
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import get_current_settings
 
-from deployments.registration import SCHEDULE, config_tag
+from deployments.automations import Automated, automate
+from deployments.registration import RETIRED, SCHEDULE, config_tag
 from model_runtime.config import RunConfig
 from model_runtime.errors import ConfigError, PrefectError
 
 T = TypeVar("T")
 
-RETIRED = "retired"
 CALL_LIMIT_S = 30.0
 """Longest wait for one answer of the server."""
 MODEL_FLOW = "model-runtime"
@@ -47,6 +47,7 @@ class Deployed:
     pool_type: str
     registered: tuple[str, ...]  # flow/name
     retired: tuple[str, ...]
+    automations: Automated
 
 
 async def deploy(config: RunConfig, wanted: Sequence[RunnerDeployment]) -> Deployed:
@@ -70,10 +71,18 @@ async def deploy(config: RunConfig, wanted: Sequence[RunnerDeployment]) -> Deplo
             for deployment in wanted:
                 await _register(client, deployment)
             retired = await _retire(client, config)
+            async with asyncio.timeout(2 * CALL_LIMIT_S):
+                automated = await automate(client, config)
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code == httpx.codes.UNAUTHORIZED:
+            raise ConfigError(
+                f"Prefect at {api_url} asks for a password: set PREFECT_API_AUTH_STRING to user:password"
+            ) from None
+        raise PrefectError(f"Prefect at {api_url}: {error}") from error
     except (httpx.HTTPError, TimeoutError) as error:
         raise PrefectError(f"Prefect at {api_url}: {type(error).__name__} {error}".rstrip()) from error
     names = tuple(f"{d.flow_name}/{d.name}" for d in wanted)
-    return Deployed(str(api_url), work_pool, pool.type, names, tuple(retired))
+    return Deployed(str(api_url), work_pool, pool.type, names, tuple(retired), automated)
 
 
 async def _require_pool(client: PrefectClient, name: str) -> WorkPool:

@@ -182,6 +182,9 @@ def prefect_env(api_url: str, *, ui: bool) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     # A loopback server is never behind the environment's proxy.
+    asked = os.environ.get("PREFECT_SERVER_API_AUTH_STRING")
+    if asked:  # by the server that inherits it; everybody else must say it
+        ours["PREFECT_API_AUTH_STRING"] = os.environ.get("PREFECT_API_AUTH_STRING", asked)
     no_proxy = ",".join(filter(None, (os.environ.get("NO_PROXY", ""), "127.0.0.1,localhost")))
     return dict(os.environ) | ours | {"NO_PROXY": no_proxy, "no_proxy": no_proxy}
 

@@ -21,6 +21,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Cancelling, Crashed
 
 from model_runtime.config import RunConfig
@@ -138,7 +139,14 @@ class PrefectApi:
             )
 
     def _client(self) -> PrefectClient:
-        return PrefectClient(api=self.api_url)
+        given = get_current_settings()
+        # A server that is started here asks for what its own setting says, and so must we.
+        secret = given.api.auth_string or given.server.api.auth_string
+        return PrefectClient(
+            api=self.api_url,
+            auth_string=secret.get_secret_value() if secret else None,
+            api_key=given.api.key.get_secret_value() if given.api.key else None,
+        )
 
 
 @contextmanager

@@ -27,6 +27,10 @@ SCHEDULE = "evaluation"
 """Slug of the schedule that a config's `evaluation.cron` makes."""
 
 
+RETIRED = "retired"
+"""Tag of what a config registered once and wants no more."""
+
+
 def config_tag(name: str) -> str:
     """Marks what a config of this name registered."""
     return f"config:{name}"

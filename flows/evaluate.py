@@ -41,6 +41,7 @@ from model_runtime.layout import RunLayout
 from model_runtime.store import open_store
 from model_runtime.workflow import DriverReport
 from model_runtime.workspace import Workspace
+from tasks.alerts import tell_of_regression
 from tasks.children import start_child
 from tasks.evaluation import headline, show_evaluation
 from tasks.lifecycle import Stopped, cancel_children_of, run_watched, to_the_end, told_to_stop
@@ -108,6 +109,7 @@ async def _evaluate(config: RunConfig, run_id: str, versions: list[ModelVersion]
     )
     before = await asyncio.to_thread(read_evaluations, store, layout)
     await show_evaluation(document, before, headline(document))
+    tell_of_regression(document, before, drop=config.alerts.evaluation_drop)
     return headline(document)
 
 

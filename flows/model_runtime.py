@@ -13,7 +13,9 @@ from model_runtime.config import RunConfig
 from model_runtime.layout import RunLayout
 from model_runtime.patient_store import open_patient_store
 from model_runtime.runtime import ModelAsyncRuntime
+from tasks.alerts import TrainingWatch
 from tasks.checkpoint import record_checkpoint
+from tasks.credentials import load_credentials
 from tasks.lifecycle import Stopped, run_watched, to_the_end
 from tasks.metrics import ModelReporter
 from tasks.publish import publish
@@ -43,6 +45,7 @@ async def model_runtime(
         config: The whole run's configuration.
         incarnation: Counts the starts of this model within the epoch.
     """
+    await load_credentials(config.store)
     core = ModelAsyncRuntime(
         config=config,
         model_id=model_id,
@@ -61,7 +64,8 @@ async def live(core: ModelAsyncRuntime, config: RunConfig) -> str:
     """Start, train and publish until no more versions come, then serve until stopped; the reason."""
     model = config.model(core.model_id)
     store, layout = open_patient_store(config.store), RunLayout(core.run_id)
-    reporter = ModelReporter(core, store.at_once(), layout, model)
+    watch = TrainingWatch(config.alerts, model_id=core.model_id, run_id=core.run_id)
+    reporter = ModelReporter(core, store.at_once(), layout, model, watch)
     reporting = asyncio.create_task(reporter.run())
     try:
         await asyncio.gather(start_server(core), start_trainer(core), make_limit(config))
@@ -74,6 +78,7 @@ async def live(core: ModelAsyncRuntime, config: RunConfig) -> str:
         store.give_up()
         reporting.cancel()
         await asyncio.gather(reporting, return_exceptions=True)
+        watch.end()
         await to_the_end(core.close)
     await reporter.finish()
     return reason

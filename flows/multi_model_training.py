@@ -285,7 +285,7 @@ def _child(run: Run, role: str, *deployments: str) -> Child:
             "gateway_url": run.gateway.url,
             "config": run.config.model_dump(mode="json"),
         },
-        tags=[f"run:{run.run_id}"],
+        tags=[f"run:{run.run_id}", f"config:{run.config.name}"],
         idempotency_key=f"{run.run_id}:{role}:{run.epoch}",
     )
 

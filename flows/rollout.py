@@ -14,6 +14,7 @@ from model_runtime.layout import RunLayout
 from model_runtime.patient_store import open_patient_store
 from model_runtime.summary import HeldOut, write_held_out
 from model_runtime.workflow import DriverReport
+from tasks.credentials import load_credentials
 from tasks.lifecycle import Stopped, run_watched
 from tasks.rollout import RolloutReporter, drive, report_line
 
@@ -37,6 +38,7 @@ async def rollout(
         config: The whole run's configuration.
         mode: train, or eval: the held-out tasks, each once and greedily, outside of training.
     """
+    await load_credentials(config.store)
     outcome = await run_watched(_work(run_id, epoch, gateway_url, config, mode))
     if isinstance(outcome, Stopped):
         return Cancelled(message=f"stopped: {outcome.reason}")

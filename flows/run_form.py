@@ -29,6 +29,7 @@ from model_runtime.config_file import describe_mistakes, load_config, parse_conf
 from model_runtime.config_section import Section
 from model_runtime.errors import ConfigError, PrefectError
 from model_runtime.trainer_config import TrainerConfig
+from tasks.credentials import load_credentials
 
 TRAINING_FLOW = "multi-model-training"
 CALL_LIMIT_S = 30.0
@@ -118,7 +119,7 @@ async def settled_config(
     max_duration_s: float | None = None,
 ) -> RunConfig:
     """The config of a run: `config`, or what `config_from` names, with each other field that is given put in
-    its place. Raises ConfigError with one line a mistake."""
+    its place; and the keys of its store in the environment. Raises ConfigError with one line a mistake."""
     raw = await _base(config, config_from)
     if models:
         before = {m.get("model_id"): m for m in _models_of(raw)}
@@ -130,7 +131,9 @@ async def settled_config(
     if max_steps is not None:
         trained = [m if m.get("kind") == "frozen" else {**m, "max_steps": max_steps} for m in _models_of(raw)]
         raw["multi_model"] = {**(raw.get("multi_model") or {}), "models": trained}
-    return parse_config(raw, source="the run's settings")
+    settled = parse_config(raw, source="the run's settings")
+    await load_credentials(settled.store)
+    return settled
 
 
 def _models_of(raw: Mapping[str, Any]) -> list[dict[str, Any]]:

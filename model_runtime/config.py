@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from model_runtime.alerts_config import AlertsConfig
 from model_runtime.config_section import Section
 from model_runtime.errors import ConfigError
 from model_runtime.evaluation_config import EvaluationConfig
@@ -39,6 +40,9 @@ class StoreConfig(Section):
     url: str = "./runs"
     """A local folder, `file://…` or `s3://bucket/prefix`. S3 credentials and endpoint come from the
     environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL)."""
+    credentials_block: str | None = None
+    """Prefect block of type Secret with those variables, as a JSON object; flows read it when they begin.
+    None: the environment has them."""
     single_writer: bool = False
     """Accept a store that ignores conditional writes. Two runs on one folder can then harm each other."""
     connect_timeout_s: float = Field(default=5.0, gt=0)
@@ -329,6 +333,8 @@ class RunConfig(Section):
     """What stays in the store of checkpoints and versions. Everything by default."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation of the held-out tasks."""
+    alerts: AlertsConfig = AlertsConfig()
+    """What is reported to people."""
     tracking: TrackingConfig = TrackingConfig()
     """TensorBoard, W&B, MLflow, Trackio. None by default."""
     seed: int = Field(default=0, ge=0)

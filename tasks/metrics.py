@@ -29,6 +29,7 @@ from model_runtime.metrics import read_metrics
 from model_runtime.protocol import TrainerStatus
 from model_runtime.store import Store
 from model_runtime.summary import mean_reward
+from tasks.alerts import TrainingWatch
 from tasks.reporting import tell
 
 log = logging.getLogger(__name__)
@@ -69,11 +70,14 @@ class Reported(Protocol):
 class ModelReporter:
     """Keeps one model's artifacts fresh, under keys that stay the same from run to run."""
 
-    def __init__(self, runtime: Reported, store: Store, layout: RunLayout, model: ModelConfig) -> None:
+    def __init__(
+        self, runtime: Reported, store: Store, layout: RunLayout, model: ModelConfig, watch: TrainingWatch
+    ) -> None:
         self._runtime = runtime
         self._store = store
         self._layout = layout.model(model.model_id)
         self._model = model
+        self._watch = watch
         self._slug = artifact_slug(model.model_id)
         self._progress_id: UUID | None = None
 
@@ -99,6 +103,7 @@ class ModelReporter:
 
     async def progress(self, *, done: bool = False) -> None:
         status, version = self._runtime.trainer_status, self._runtime.published_version
+        self._watch.see(status)
         percent = 100.0 if done else progress_percent(status)
         text = describe_progress(self._model.model_id, status, version)
         if self._progress_id is None:
@@ -112,6 +117,8 @@ class ModelReporter:
     async def tables(self) -> None:
         for stream, key, pick in (("steps", "metrics", step_table), ("syncs", "syncs", sync_table)):
             rows = await self._rows(stream)
+            if stream == "steps":
+                self._watch.see_steps(rows)
             if rows:
                 table = acreate_table_artifact(
                     pick(rows[-NUM_TABLE_ROWS:]),

@@ -7,10 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -49,8 +54,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         "COLUMNS": "200",
     }
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    with _process(command, env, folder / "server.log"):
-        _until_healthy(f"http://127.0.0.1:{port}/api/health")
+    with Process(command, env, folder / "server.log"):
+        until_healthy(f"http://127.0.0.1:{port}/api/health")
         subprocess.run(
             [sys.executable, "-m", "prefect", "work-pool", "create", POOL, "--type", "process"],
             env=env,
@@ -61,7 +66,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         yield env
 
 
-class _process:
+class Process:
     """A process in a session of its own, ended with all that it started."""
 
     def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
@@ -88,7 +93,7 @@ class _process:
             self._running.wait(10)
 
 
-def _until_healthy(url: str) -> None:
+def until_healthy(url: str) -> None:
     until = time.monotonic() + START_LIMIT_S
     while time.monotonic() < until:
         try:
@@ -122,12 +127,19 @@ def deployed(environment: dict[str, str]) -> dict[str, dict[str, Any]]:
     return {f"{d['entrypoint'].split('.')[-1]}/{d['name']}": d for d in answer.json()}
 
 
-def write_config(folder: Path, name: str, cron: str | None = None, **models: str) -> str:
+def write_config(
+    folder: Path,
+    name: str,
+    cron: str | None = None,
+    alerts: dict[str, Any] | None = None,
+    **models: str,
+) -> str:
     raw = {
         "name": name,
         "multi_model": {"models": [{"model_id": m, "model_path": path} for m, path in models.items()]},
         "agent_model_mapping": {f"{m}_agent": m for m in models},
         "evaluation": {"cron": cron},
+        "alerts": alerts or {},
         "store": {"url": str(folder / "runs")},
     }
     path = folder / f"{name}.yaml"
@@ -200,6 +212,152 @@ def test_a_run_with_a_bad_value_is_refused_by_the_server_and_never_created(
     assert taken.status_code == 201
 
 
+def automations(environment: dict[str, str]) -> dict[str, dict[str, Any]]:
+    answer = _post(environment, "automations/filter", {})
+    return {automation["name"]: automation for automation in answer.json()}
+
+
+def _post(environment: dict[str, str], path: str, body: Any) -> httpx.Response:
+    answer = httpx.post(f"{environment['PREFECT_API_URL']}/{path}", json=body, timeout=10, trust_env=False)
+    answer.raise_for_status()
+    return answer
+
+
+def _event(name: str, resource: dict[str, str], **more: Any) -> dict[str, Any]:
+    now = datetime.now(UTC).isoformat()
+    return {"event": name, "resource": resource, "id": str(uuid4()), "occurred": now, **more}
+
+
+@contextmanager
+def listener() -> Iterator[tuple[str, list[str]]]:
+    """The address of a webhook, and what was sent to it."""
+    heard: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            heard.append(self.rfile.read(int(self.headers["content-length"])).decode())
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/", heard
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def fill_in(environment: dict[str, str], block_id: str, url: str) -> None:
+    """As a user does on the dashboard's page Blocks."""
+    answer = httpx.patch(
+        f"{environment['PREFECT_API_URL']}/block_documents/{block_id}",
+        json={"data": {"url": url}, "merge_existing_data": True},
+        timeout=10,
+        trust_env=False,
+    )
+    answer.raise_for_status()
+
+
+def until(found: Callable[[], Any], *, limit_s: float) -> Any:
+    end = time.monotonic() + limit_s
+    while not (value := found()):
+        assert time.monotonic() < end, f"not within {limit_s:.0f} s"
+        time.sleep(0.5)
+    return value
+
+
+def test_automations_are_made_once_keep_what_the_user_changed_and_really_tell(
+    environment: dict[str, str], repertory: Command, tmp_path: Path
+) -> None:
+    kinds = ("zombie runs", "model failed", "no progress", "reward collapsed", "evaluation regressed")
+    first = repertory("deploy", write_config(tmp_path, "mart", alpha="/a"), "--pool", POOL, "--json")
+    assert first.returncode == 0, first.stderr
+    made = json.loads(first.stdout)["automations"]
+    assert made["names"] == [f"mart: {kind}" for kind in kinds]
+    before = automations(environment)
+    assert all(before[name]["enabled"] for name in made["names"])
+    for name in made["names"]:
+        assert before[name]["actions"][-1]["type"] == "send-notification", name
+
+    # The user switches one off and fills in where to tell; then the config changes.
+    quiet = before["mart: no progress"]
+    httpx.patch(
+        f"{environment['PREFECT_API_URL']}/automations/{quiet['id']}",
+        json={"enabled": False},
+        timeout=10,
+        trust_env=False,
+    ).raise_for_status()
+    with listener() as (url, heard):
+        fill_in(environment, made["block_id"], url)
+        alerts = {"reward_drop": None, "no_progress_minutes": 5}
+        again = repertory("deploy", write_config(tmp_path, "mart", alpha="/a", alerts=alerts), "--pool", POOL)
+        assert again.returncode == 0, again.stderr
+        assert "retired automation mart: reward collapsed" in again.stdout
+        after = automations(environment)
+        assert {after[name]["id"] for name in made["names"]} == {before[n]["id"] for n in made["names"]}
+        assert not after["mart: no progress"]["enabled"]
+        assert after["mart: no progress"]["trigger"]["within"] == 300
+        assert not after["mart: reward collapsed"]["enabled"]
+        assert "retired" in after["mart: reward collapsed"]["tags"]
+
+        resource = {
+            "prefect.resource.id": "repertory.model.alpha",
+            "prefect.resource.name": "alpha",
+            "repertory.run-id": "run-7",
+        }
+        other = resource | {"prefect.resource.id": "repertory.model.omega"}
+        events = [
+            _event("model.failed", resource, payload={"reason": "out of memory"}),
+            _event("model.failed", other, payload={"reason": "not of this config"}),
+        ]
+        _post(environment, "events", events)
+        (told,) = until(lambda: heard, limit_s=30)
+    assert "Repertory: mart: model failed" in told
+    assert "alpha of run run-7: out of memory" in told
+
+
+@pytest.mark.slow
+def test_a_flow_run_that_gives_no_sign_of_life_is_set_to_crashed_and_told(
+    environment: dict[str, str], repertory: Command, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, "zoo", alpha="/a", alerts={"zombie_after_s": 60})
+    made = json.loads(repertory("deploy", config, "--pool", POOL, "--json").stdout)["automations"]
+    training = deployed(environment)["multi_model_training/zoo"]
+
+    def start() -> str:
+        run = _post(environment, f"deployments/{training['id']}/create_flow_run", {}).json()
+        running = {"state": {"type": "RUNNING", "name": "Running"}, "force": True}
+        _post(environment, f"flow_runs/{run['id']}/set_state", running)
+        return run["id"]
+
+    def heartbeat(run_id: str) -> None:  # as Prefect's engine sends it
+        tag = {"prefect.resource.id": "prefect.tag.config:zoo", "prefect.resource.role": "tag"}
+        resource = {"prefect.resource.id": f"prefect.flow-run.{run_id}"}
+        _post(environment, "events", [_event("prefect.flow-run.heartbeat", resource, related=[tag])])
+
+    def state(run_id: str) -> str:
+        url = f"{environment['PREFECT_API_URL']}/flow_runs/{run_id}"
+        return httpx.get(url, timeout=10, trust_env=False).json()["state"]["type"]
+
+    silent, alive = start(), start()
+    with listener() as (url, heard):
+        fill_in(environment, made["block_id"], url)
+        heartbeat(silent)
+
+        def crashed() -> bool:
+            heartbeat(alive)
+            return state(silent) == "CRASHED"
+
+        until(crashed, limit_s=150)
+        assert state(alive) == "RUNNING"
+        assert silent in until(lambda: heard, limit_s=30)[0]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_worker_runs_a_training_and_then_evaluates_its_versions(
@@ -231,7 +389,7 @@ def test_a_worker_runs_a_training_and_then_evaluates_its_versions(
         )
 
     worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL]
-    with _process(worker, environment, tmp_path / "worker.log"):
+    with Process(worker, environment, tmp_path / "worker.log"):
         mistaken = ask_and_watch(
             "multi-model-training", config_from=name, agents=[{"agent_id": "planner_agent", "model_id": "x"}]
         )

@@ -83,6 +83,7 @@ def story(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(
         module, "announce", lambda event, **content: told.append(f"{event} {content['model_id']}")
     )
+    monkeypatch.setattr("tasks.alerts.announce", lambda event, **content: None)
     monkeypatch.setattr(
         "tasks.publish.announce", lambda event, **content: told.append(f"v{content['version']}")
     )

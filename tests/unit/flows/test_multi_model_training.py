@@ -176,7 +176,7 @@ async def test_every_model_and_the_work_get_a_flow_run_of_their_own(run: Run, pr
     child = run.models["a"]
     assert child.deployments == ("model-runtime/a", "model-runtime/default")
     assert child.idempotency_key == "run-1:a:1"
-    assert child.tags == ["run:run-1", "model:a"]
+    assert child.tags == ["run:run-1", "config:default", "model:a"]
     assert child.parameters["config"]["workflow"]["function"] == "m:f"
 
 

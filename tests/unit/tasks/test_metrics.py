@@ -8,12 +8,14 @@ from uuid import uuid4
 
 import pytest
 
+from model_runtime.alerts_config import AlertsConfig
 from model_runtime.config import ModelConfig
 from model_runtime.layout import RunLayout
 from model_runtime.metrics import MetricsWriter
 from model_runtime.protocol import QueueReport, TrainerStatus
 from model_runtime.store import Store
-from tasks import metrics
+from tasks import alerts, metrics
+from tasks.alerts import TrainingWatch
 from tasks.metrics import (
     ModelReporter,
     describe_progress,
@@ -25,7 +27,13 @@ from tasks.metrics import (
 )
 
 LAYOUT = RunLayout("run-1")
+WATCH = TrainingWatch(AlertsConfig(), model_id="planner_model", run_id="run-1")
 MODEL = ModelConfig(model_id="planner_model", model_path="/models/planner")
+
+
+@pytest.fixture(autouse=True)
+def _without_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alerts, "announce", lambda event, **payload: None)
 
 
 def status(**fields: Any) -> TrainerStatus:
@@ -103,7 +111,7 @@ async def test_a_model_reports_under_keys_that_stay_the_same(
         writer = MetricsWriter(local_store, own, stream, epoch=1, incarnation=1)
         for each in rows:
             writer.append(each)
-    reporter = ModelReporter(Runtime(), local_store, LAYOUT, MODEL)
+    reporter = ModelReporter(Runtime(), local_store, LAYOUT, MODEL, WATCH)
     await reporter.progress()
     await reporter.finish()
     keys = [key for key, _ in prefect.made]
@@ -117,7 +125,7 @@ async def test_nothing_is_drawn_before_there_is_something(
     local_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefect = Prefect(monkeypatch)
-    reporter = ModelReporter(Runtime(), local_store, LAYOUT, MODEL)
+    reporter = ModelReporter(Runtime(), local_store, LAYOUT, MODEL, WATCH)
     await reporter.tables()
     await reporter.curve()
     assert prefect.made == []
