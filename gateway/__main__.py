@@ -19,8 +19,8 @@ from starlette.types import ASGIApp
 
 from gateway import logs
 from gateway.app import Gateway, create_agents_app, create_app
+from gateway.connection import bounded_protocol
 from gateway.journal import remove_older_journals
-from gateway.limits import bounded_protocol
 from model_runtime.config import RunConfig, StoreConfig
 from model_runtime.errors import ConfigError, RepertoryError, SupersededError
 from model_runtime.gateway_config import GatewayConfig
@@ -155,6 +155,7 @@ def _listener(app: ASGIApp, config: GatewayConfig, *, with_tls: bool) -> Listene
         http=bounded_protocol(config.max_header_bytes),
         lifespan="off",  # the gateway starts before its listeners and closes after them
         access_log=False,
+        proxy_headers=False,
         log_config=None,
         timeout_graceful_shutdown=REQUEST_GRACE_S,
         timeout_keep_alive=75,

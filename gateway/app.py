@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import SecretStr
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from gateway.admission import GroupAdmission
 from gateway.bindings import GatewayBindingRegistry, ModelBinding
@@ -330,7 +331,7 @@ def _masked(renewal: ModelRenewal) -> ModelRenewal:
     return renewal.model_copy(update={"replicas": hidden})
 
 
-def create_app(gateway: Gateway) -> FastAPI:
+def create_app(gateway: Gateway) -> ASGIApp:
     """The HTTP application of the control listener, which serves everything; it starts and closes the
     gateway with itself."""
 
@@ -348,7 +349,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     return _finished(app, gateway, takes_admin_key=True)
 
 
-def create_agents_app(gateway: Gateway) -> FastAPI:
+def create_agents_app(gateway: Gateway) -> ASGIApp:
     """The HTTP application of the agents' listener: only what a session's own key opens."""
     return _finished(
         FastAPI(title="Repertory gateway, for agents", docs_url=None, redoc_url=None),
@@ -357,23 +358,22 @@ def create_agents_app(gateway: Gateway) -> FastAPI:
     )
 
 
-def _finished(app: FastAPI, gateway: Gateway, *, takes_admin_key: bool) -> FastAPI:
+def _finished(app: FastAPI, gateway: Gateway, *, takes_admin_key: bool) -> ASGIApp:
+    """With all routes. Requests are bounded before the application hears of them; model calls pass it by."""
     app.state.gateway = gateway
     app.state.takes_admin_key = takes_admin_key
     for api in _APIS:
         api.add_routes(app)
     app.include_router(session_routes.router)
     app.include_router(admin_routes.router)
-    app.add_middleware(ModelCallRoutes, routes=app.router.routes, on_error=error_response)
     for kind in (RepertoryError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
-    app.add_middleware(
-        BoundedRequests,
+    _document(app)
+    return BoundedRequests(
+        ModelCallRoutes(app, on_error=error_response),
         config=gateway.config.gateway,
         on_refusal=lambda error: gateway.metrics.count_refusal(error.code),
     )
-    _document(app)
-    return app
 
 
 async def _answer_error(_: Request, error: Exception) -> Response:

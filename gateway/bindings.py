@@ -259,24 +259,6 @@ class GatewayBindingRegistry:
                 del binding.inflight_versions[version]
             binding.call_next()
 
-    @contextmanager
-    def keeping(self, model_id: str) -> Iterator[Callable[[int], None]]:
-        """Call what is yielded with each version whose tokens a generation keeps while it goes on under
-        another: until it ends they are open work."""
-        kept, held = self.get(model_id).kept_versions, []
-
-        def keep(version: int) -> None:
-            kept[version] += 1
-            held.append(version)
-
-        try:
-            yield keep
-        finally:
-            kept.subtract(held)
-            for version in set(held):
-                if not kept[version]:
-                    del kept[version]
-
     async def newer_version(self, binding: ModelBinding, version: int) -> None:
         """Returns once new requests are answered with another version than this one."""
         while binding.published_version == version or self.why_not_ready(binding) is not None:

@@ -9,9 +9,8 @@ What is sampled meanwhile is recorded only once somebody waits for it again.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -46,12 +45,20 @@ Claimed = Callable[[], Awaitable[object]]
 
 @dataclass(slots=True, eq=False)
 class _Call(Generic[Reply]):
-    task: asyncio.Future[Reply]
+    task: asyncio.Task[Reply]
     body_digest: bytes
     waiters: int = 0
     claimed: asyncio.Event = field(default_factory=asyncio.Event)  # set while somebody waits
     giving_up: asyncio.TimerHandle | None = None
-    finished_at: float = math.inf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Finished(Generic[Reply]):
+    """What is remembered of a call: no more than another request for it needs."""
+
+    reply: Reply
+    body_digest: bytes
+    finished_at: float
 
 
 class CallLedger(Generic[Reply]):
@@ -66,9 +73,9 @@ class CallLedger(Generic[Reply]):
         """`recorded` returns when what finished calls left in the record may be spoken of."""
         self._recorded = recorded
         self._clock = clock
-        self._calls: dict[str, _Call[Reply]] = {}
-        self._finished_calls: deque[tuple[str, _Call[Reply]]] = deque()  # the first to finish first
-        self._running: set[asyncio.Future[Reply]] = set()
+        self._calls: dict[str, _Call[Reply]] = {}  # that run
+        self._finished: OrderedDict[str, _Finished[Reply]] = OrderedDict()  # the first to finish first
+        self._running: set[asyncio.Task[Reply]] = set()
         self.num_joined = 0
 
     @property
@@ -83,37 +90,29 @@ class CallLedger(Generic[Reply]):
 
         Raises what the call raised; ConflictError if it was stopped because its session ended."""
         self.forget_old()
-        call = None if identity.fresh else self._calls.get(identity.key)
-        if call is None:
-            call = self._start(identity, start)
-        elif call.body_digest != identity.body_digest:
-            raise InvalidRequestError(
-                "this Idempotency-Key was used with another request", param="Idempotency-Key"
-            )
+        earlier = None if identity.fresh else self._earlier(identity)
+        if isinstance(earlier, _Finished):
+            reply = earlier.reply
         else:
-            self.num_joined += 1
-        reply = await self._wait(call, repeats=identity.repeats)
+            reply = await self._wait(earlier or self._start(identity, start), repeats=identity.repeats)
         # Not in the call's own task: a client that hangs up now must find this reply when it asks again.
         if self._recorded is not None:
             await self._recorded()
         return reply
 
     def restore(self, identity: CallIdentity, reply: Reply) -> None:
-        """Remember a call that an earlier process finished. Belongs to the running event loop."""
-        done: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        done.set_result(reply)
-        call = _Call(done, identity.body_digest)
-        self._calls[identity.key] = call
-        self._finished(identity.key, call, done)
+        """Remember a call that an earlier process finished."""
+        self._remember(identity, reply)
 
     def forget_old(self) -> None:
         """Let go of calls that finished too long ago to be asked for again."""
         horizon = self._clock() - REMEMBERED_FOR_S
-        finished = self._finished_calls
-        while finished and (finished[0][1].finished_at < horizon or len(finished) > MAX_REMEMBERED):
-            key, call = finished.popleft()
-            if self._calls.get(key) is call:
-                del self._calls[key]
+        finished = self._finished
+        while finished:
+            oldest = next(iter(finished))
+            if len(finished) <= MAX_REMEMBERED and finished[oldest].finished_at >= horizon:
+                return
+            del finished[oldest]
 
     async def stop_all(self) -> None:
         """Cancel what runs and wait until it has let go of its reservations."""
@@ -122,6 +121,18 @@ class CallLedger(Generic[Reply]):
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
+    def _earlier(self, identity: CallIdentity) -> _Call[Reply] | _Finished[Reply] | None:
+        """The same call, asked for before. Raises InvalidRequestError for another under the same name."""
+        earlier = self._calls.get(identity.key) or self._finished.get(identity.key)
+        if earlier is None:
+            return None
+        if earlier.body_digest != identity.body_digest:
+            raise InvalidRequestError(
+                "this Idempotency-Key was used with another request", param="Idempotency-Key"
+            )
+        self.num_joined += 1
+        return earlier
+
     def _start(
         self, identity: CallIdentity, start: Callable[[Claimed], Coroutine[Any, Any, Reply]]
     ) -> _Call[Reply]:
@@ -129,8 +140,9 @@ class CallLedger(Generic[Reply]):
         task = asyncio.create_task(start(claimed.wait))
         call: _Call[Reply] = _Call(task, identity.body_digest, claimed=claimed)
         self._calls[identity.key] = call
+        self._finished.pop(identity.key, None)
         self._running.add(task)
-        task.add_done_callback(lambda task: self._finished(identity.key, call, task))
+        task.add_done_callback(lambda task: self._finish(identity, call, task))
         return call
 
     async def _wait(self, call: _Call[Reply], *, repeats: bool) -> Reply:
@@ -152,10 +164,14 @@ class CallLedger(Generic[Reply]):
                 patience_s = RETURN_WITHIN_S if repeats else 0.0
                 call.giving_up = asyncio.get_running_loop().call_later(patience_s, call.task.cancel)
 
-    def _finished(self, key: str, call: _Call[Reply], task: asyncio.Future[Reply]) -> None:
+    def _finish(self, identity: CallIdentity, call: _Call[Reply], task: asyncio.Task[Reply]) -> None:
         self._running.discard(task)
-        call.finished_at = self._clock()
+        if self._calls.get(identity.key) is not call:
+            return  # a later one of that name is what is asked for again
+        del self._calls[identity.key]
         if not (task.cancelled() or task.exception() is not None):
-            self._finished_calls.append((key, call))
-        elif self._calls.get(key) is call:
-            del self._calls[key]
+            self._remember(identity, task.result())
+
+    def _remember(self, identity: CallIdentity, reply: Reply) -> None:
+        self._finished.pop(identity.key, None)
+        self._finished[identity.key] = _Finished(reply, identity.body_digest, self._clock())

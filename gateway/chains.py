@@ -13,7 +13,9 @@ import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from gateway.codec import TextMark
@@ -23,6 +25,9 @@ from model_runtime.types import Float32Array, Int32Array, MemberKey, Rewards, Tr
 
 # The rollout servers run with this setting: logprobs of the distribution the token was drawn from.
 LOGPROBS_MODE = "processed_logprobs"
+
+# Shared by all turns that have none: an empty one each is the size of thirty tokens.
+NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,39 +40,45 @@ class VersionSpan:
 
 @dataclass(slots=True)
 class TokenBuffer:
-    """Arrays of one length that grow together: 13 bytes a token."""
+    """Tokens after a prompt: 4 bytes each, 8 where they were sampled. Which those are, the turns say."""
 
     ids: array = field(default_factory=lambda: array("i"))
-    mask: array = field(default_factory=lambda: array("b"))
-    logprobs: array = field(default_factory=lambda: array("f"))
-    versions: array = field(default_factory=lambda: array("i"))
+    logprobs: array = field(default_factory=lambda: array("f"))  # of sampled tokens alone
+    versions: list[VersionSpan] = field(default_factory=list)  # of the same
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def cut(self, length: int) -> None:
-        for values in (self.ids, self.mask, self.logprobs, self.versions):
-            del values[length:]
+    def append(self, turn: SampledTurn, *, context: bool) -> None:
+        """What was sampled; with `context` also what came before it."""
+        if context:
+            self.ids.frombytes(turn.context_ids.tobytes())
+        self.ids.frombytes(turn.token_ids.tobytes())
+        self.logprobs.frombytes(turn.logprobs.tobytes())
+        for span in turn.versions:
+            self._append_span(span)
 
-    def append_context(self, ids: Int32Array) -> None:
-        count = len(ids)
-        self.ids.frombytes(ids.tobytes())
-        self.mask.frombytes(bytes(count))
-        self.logprobs.frombytes(bytes(4 * count))
-        self.versions.frombytes(np.full(count, -1, dtype=np.int32).tobytes())
+    def cut(self, length: int, num_sampled: int) -> None:
+        surplus = len(self.logprobs) - num_sampled
+        del self.ids[length:], self.logprobs[num_sampled:]
+        while surplus:
+            last = self.versions.pop()
+            if last.num_tokens > surplus:
+                self.versions.append(VersionSpan(last.version, last.num_tokens - surplus))
+            surplus -= min(last.num_tokens, surplus)
 
-    def append_sampled(
-        self, ids: Int32Array, logprobs: Float32Array, versions: Sequence[VersionSpan]
-    ) -> None:
-        self.ids.frombytes(ids.tobytes())
-        self.mask.frombytes(b"\x01" * len(ids))
-        self.logprobs.frombytes(logprobs.tobytes())
-        for span in versions:
-            self.versions.frombytes(np.full(span.num_tokens, span.version, dtype=np.int32).tobytes())
+    def token_versions(self) -> Int32Array:
+        """One for each sampled token."""
+        versions, counts = zip(*((s.version, s.num_tokens) for s in self.versions), strict=True)
+        return np.repeat(np.array(versions, dtype=np.int32), counts)
+
+    def _append_span(self, span: VersionSpan) -> None:
+        if self.versions and self.versions[-1].version == span.version:
+            span = VersionSpan(span.version, self.versions.pop().num_tokens + span.num_tokens)
+        self.versions.append(span)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SampledTurn:
+class SampledTurn(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One successful generation and what came before it in its chain."""
 
     context_ids: Int32Array  # the whole prompt of a new chain, else what follows the chain's own ids
@@ -81,7 +92,7 @@ class SampledTurn:
     top_k: int
     started_at: float
     ended_at: float
-    off_policy: Mapping[str, str] = field(default_factory=dict)
+    off_policy: Mapping[str, str] = NOTHING
 
     @property
     def version_min(self) -> int:
@@ -150,7 +161,10 @@ class Chain:
 
     def cut(self, num_turns: int) -> None:
         """Forget later turns, and the context before them."""
-        self.response.cut(self._end(num_turns))
+        if num_turns == len(self.turns):
+            return
+        num_sampled = sum(turn.end - turn.start for turn in self.turns[:num_turns])
+        self.response.cut(self._end(num_turns), num_sampled)
         del self.turns[num_turns:], self.points[num_turns:]
 
 
@@ -232,17 +246,16 @@ class AgentChains:
         self._unlist(chain)
         if num_turns is not None:
             chain.cut(num_turns)
-        if chain.index is None:
+        is_new = chain.index is None
+        if is_new:
             chain.index = len(self.chains)
             self.chains.append(chain)
             chain.prompt_ids.frombytes(turn.context_ids.tobytes())
-        else:
-            chain.response.append_context(turn.context_ids)
-        start = len(chain.response)
-        chain.response.append_sampled(turn.token_ids, turn.logprobs, turn.versions)
-        low, high = self._versions or (turn.version_min, turn.version_max)
-        self._versions = min(low, turn.version_min), max(high, turn.version_max)
-        chain.turns.append(_turn(turn, index=len(chain.turns), start=start, end=len(chain.response)))
+        chain.response.append(turn, context=not is_new)
+        recorded = _turn(turn, index=len(chain.turns), end=len(chain.response))
+        chain.turns.append(recorded)
+        low, high = self._versions or (recorded.version_min, recorded.version_max)
+        self._versions = min(low, recorded.version_min), max(high, recorded.version_max)
         self._commits += 1
         chain.updated_at = self._commits
         chain.points.append(point)
@@ -269,10 +282,10 @@ class AgentChains:
         return self._versions
 
 
-def _turn(turn: SampledTurn, *, index: int, start: int, end: int) -> Turn:
+def _turn(turn: SampledTurn, *, index: int, end: int) -> Turn:
     return Turn(
         turn_index=index,
-        start=start,
+        start=end - len(turn.token_ids),
         end=end,
         request_id=turn.request_id,
         version_min=turn.version_min,
@@ -282,10 +295,10 @@ def _turn(turn: SampledTurn, *, index: int, start: int, end: int) -> Turn:
         top_p=turn.top_p,
         top_k=turn.top_k,
         logprobs_mode=LOGPROBS_MODE,
-        rewards={},
+        rewards=NOTHING,
         started_at=turn.started_at,
         ended_at=turn.ended_at,
-        off_policy=turn.off_policy,
+        off_policy=turn.off_policy or NOTHING,
     )
 
 
@@ -334,6 +347,11 @@ def _trajectory(
     owner: AgentChains, chain: Chain, execution: ExecutionRecord, partners: Mapping[str, tuple[int, int]]
 ) -> Trajectory:
     assert chain.index is not None, "a chain is listed only once it has a turn"
+    mask = np.zeros(len(chain.response), dtype=bool)
+    for turn in chain.turns:
+        mask[turn.start : turn.end] = True
+    logprobs, versions = np.zeros(len(mask), np.float32), np.full(len(mask), -1, np.int32)
+    logprobs[mask], versions[mask] = chain.response.logprobs, chain.response.token_versions()
     turns = tuple(replace(t, rewards=execution.turn_rewards.get(t.request_id, {})) for t in chain.turns)
     return Trajectory(
         trajectory_id=trajectory_id(execution.run_id, execution.member, owner.agent_id, chain.index),
@@ -350,9 +368,9 @@ def _trajectory(
         partner_versions=partners,
         prompt_ids=np.array(chain.prompt_ids, dtype=np.int32),
         response_ids=np.array(chain.response.ids, dtype=np.int32),
-        response_mask=np.array(chain.response.mask, dtype=np.int8),
-        behavior_logprobs=np.array(chain.response.logprobs, dtype=np.float32),
-        token_versions=np.array(chain.response.versions, dtype=np.int32),
+        response_mask=mask.astype(np.int8),
+        behavior_logprobs=logprobs,
+        token_versions=versions,
         turns=turns,
         workflow_rewards=execution.workflow_rewards,
         agent_rewards=execution.agent_rewards.get(owner.agent_id, {}),

@@ -52,8 +52,7 @@ class ChatCall:
         return self.tool_choice != "auto"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ChatReply:
+class ChatReply(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The answer, and what the record says of it."""
 
     request_id: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -32,10 +33,10 @@ REPEAT_ABORT_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class Pieces:
-    """What attempts sampled of one answer before they ended too early, one after another. `keep` hears of
-    each version that tokens are kept of."""
+    """What attempts sampled of one answer before they ended too early, one after another. `kept` counts the
+    versions that tokens are kept of: until they are let go of, they are open work."""
 
-    keep: Callable[[int], None]
+    kept: Counter[int]
     generations: list[Generation] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
 
@@ -53,12 +54,20 @@ class Pieces:
         if len(piece.token_ids):
             self.generations.append(piece)
             self.versions.append(VersionSpan(version, len(piece.token_ids)))
-            self.keep(version)
+            self.kept[version] += 1
+
+    def let_go(self) -> None:
+        """The answer is whole, or given up."""
+        for span in self.versions:
+            self.kept[span.version] -= 1
+            if not self.kept[span.version]:
+                del self.kept[span.version]
+        self.versions.clear()
 
     def forget(self) -> None:
         """Begin anew."""
+        self.let_go()
         self.generations.clear()
-        self.versions.clear()
 
     def seam(self, decode: Callable[[Sequence[int]], str], stops: Iterable[str]) -> StopAtSeam:
         return StopAtSeam(decode, stops, [id_ for piece in self.generations for id_ in piece.token_ids])

@@ -5,13 +5,11 @@ Bounds on sessions and chains stand where those are made (`sessions.py`, `router
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.responses import error_response
 from gateway.routes import anthropic
@@ -22,9 +20,6 @@ from model_runtime.errors import (
     TooManyRequestsError,
 )
 from model_runtime.gateway_config import GatewayConfig
-
-# How long a client may take over a request's headers once it has begun.
-HEAD_TIMEOUT_S = 30.0
 
 OnRefusal = Callable[[GatewayError], None]
 
@@ -135,54 +130,3 @@ def _session_of_model_call(scope: Scope) -> str | None:
     if scope["method"] != "POST" or len(parts) < 4 or parts[1] != "sessions":
         return None
     return parts[2] if "v1/" in parts[3] else None
-
-
-# ------------------------------------------------------------------ on the line
-
-
-def bounded_protocol(max_header_bytes: int) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, with a bound on headers that never end, in bytes and in time."""
-
-    class BoundedProtocol(HttpToolsProtocol):
-        _in_head = False
-        _head_bytes = 0
-        _head_timer: asyncio.TimerHandle | None = None
-
-        def on_message_begin(self) -> None:
-            self._in_head = True
-            super().on_message_begin()
-
-        def on_headers_complete(self) -> None:
-            self._in_head = False
-            self._head_bytes = 0
-            if self._head_timer is not None:
-                self._head_timer.cancel()
-                self._head_timer = None
-            super().on_headers_complete()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            # What came whole is judged by the middleware.
-            if not self._in_head or self.transport.is_closing():
-                return
-            self._head_bytes += len(data)
-            if self._head_timer is None:
-                self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
-            if self._head_bytes > max_header_bytes:
-                self._refuse_head()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            if self._head_timer is not None:
-                self._head_timer.cancel()
-            super().connection_lost(exc)
-
-        def _refuse_head(self) -> None:
-            error = HeadersTooLargeError(f"the headers are longer than {max_header_bytes} bytes")
-            response = error_response(error)
-            response.headers["Connection"] = "close"
-            lines = [f"HTTP/1.1 {error.status_code} Request Header Fields Too Large".encode()]
-            lines += [name + b": " + value for name, value in response.raw_headers]
-            self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + bytes(response.body))
-            self.transport.close()
-
-    return BoundedProtocol

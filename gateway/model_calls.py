@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from gateway.openapi import BASES
 
@@ -17,19 +18,17 @@ _SESSION_BASE, _AGENT_BASE = BASES
 
 
 class ModelCallRoutes:
-    """ASGI middleware that answers POSTs to the routes below a session's or an agent's base URL.
+    """Around an application, answers POSTs to its routes below a session's or an agent's base URL.
 
-    Everything else, and what is wrong in path or method, is left to the application, which has the same
-    routes. An error that a handler raises is answered with `on_error`."""
+    Everything else, and what is wrong in path or method, is left to the application. An error that a handler
+    raises is answered with `on_error`."""
 
-    def __init__(
-        self, app: ASGIApp, *, routes: Iterable[BaseRoute], on_error: Callable[[Exception], Response]
-    ) -> None:
+    def __init__(self, app: Starlette, *, on_error: Callable[[Exception], Response]) -> None:
         self._app = app
         self._on_error = on_error
         self._handlers: dict[str, Handler] = {
             route.path.removeprefix(_SESSION_BASE): route.endpoint
-            for route in routes
+            for route in app.routes
             if isinstance(route, Route) and "POST" in (route.methods or ())
             if route.path.startswith(f"{_SESSION_BASE}/v1/")
         }
@@ -39,6 +38,7 @@ class ModelCallRoutes:
         if found is None:
             return await self._app(scope, receive, send)
         handler, scope["path_params"] = found
+        scope["app"] = self._app
         try:
             response = await handler(Request(scope, receive, send))
         except Exception as error:  # the edge: every error has an answer

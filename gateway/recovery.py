@@ -10,7 +10,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from gateway.admission import GroupAdmission, OpenGroup
 from gateway.calls import CallLedger
@@ -185,5 +187,5 @@ def _play_turn(session: Session, event: TurnCommitted) -> None:
     owner.append(chain, event.turn, event.point, num_turns=event.num_turns)
     if event.identity is not None and event.reply is not None:
         turn = event.turn
-        reply = replace(event.reply, token_ids=turn.token_ids, logprobs=turn.logprobs)
+        reply = msgspec.structs.replace(event.reply, token_ids=turn.token_ids, logprobs=turn.logprobs)
         session.calls.restore(event.identity, reply)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -29,7 +28,7 @@ from gateway.sampler import Sampled, Sampler, Sampling, or_ask_again
 from gateway.sampling import Settings, merge_settings, off_policy_settings
 from gateway.session import Session
 from model_runtime.config import RunConfig
-from model_runtime.errors import ConflictError, InvalidRequestError, LimitExceededError
+from model_runtime.errors import ConflictError, InvalidRequestError, LimitExceededError, ModelNotReadyError
 from model_runtime.types import Int32Array
 
 logger = logging.getLogger(__name__)
@@ -125,10 +124,10 @@ class MultiModelGatewayRouter:
         model_id = self._routes.model_of(call.agent_id)
         settings = self._settings(session, call)
         begin_by = None if wait_s is None else min(deadline, self._clock() + wait_s)
-        with or_ask_again(begin_by):
-            binding = await self._ready(model_id, deadline if begin_by is None else begin_by)
+        binding = await self._ready(model_id, deadline, begin_by)
         codec = binding.ready_codec()
-        async with self._prepare(session, binding, call) as choices:
+        choices = await self._prepare(session, binding, call)
+        try:
             rooms = [self._room(binding, settings, choice.num_context_tokens) for choice in choices]
             if min(rooms) <= 0:
                 return self._out_of_room(session, call, binding, choices)
@@ -141,7 +140,7 @@ class MultiModelGatewayRouter:
                     parses=self._parses(call, model_id),
                     partial_rollout=self._models[model_id].async_training.partial_rollout,
                     kept_whole_by=_kept_whole_by(call, settings),
-                    request_id=uuid.uuid4().hex,
+                    request_id=_new_request_id(),
                     prompt_ids=choice.prompt_ids(),
                     settings=_server_sampling(settings, call, codec, max_tokens=room, choice=index),
                     deadline=deadline,
@@ -165,6 +164,8 @@ class MultiModelGatewayRouter:
             with session.journal.together():
                 siblings = tuple(self._commit(*one, settings=settings) for one in others)
                 return self._commit(*first, settings=settings, siblings=siblings, identity=identity)
+        finally:
+            _release(choices)
 
     def _discard(self, samplings: list[Sampling], error: BaseException) -> None:
         """Account for what was sampled for nothing."""
@@ -219,7 +220,8 @@ class MultiModelGatewayRouter:
         """Tokens of these messages as the start of a conversation. Raises ModelNotReadyError,
         InvalidRequestError."""
         session.require_active()
-        binding = await self._ready(self._routes.model_of(call.agent_id), self._clock() + self._timeout_s)
+        deadline = self._clock() + self._timeout_s
+        binding = await self._ready(self._routes.model_of(call.agent_id), deadline, None)
         return len(
             (await binding.ready_codec().prompt(call.messages, call.tools, call.template_arguments)).ids
         )
@@ -236,10 +238,12 @@ class MultiModelGatewayRouter:
             allow_off_policy=self._allow_off_policy,
         )
 
-    async def _ready(self, model_id: str, deadline: float) -> ModelBinding:
+    async def _ready(self, model_id: str, deadline: float, begin_by: float | None) -> ModelBinding:
         began = self._clock()
         try:
-            return await self._bindings.wait_until_ready(model_id, deadline)
+            return await self._bindings.wait_until_ready(model_id, deadline if begin_by is None else begin_by)
+        except ModelNotReadyError as error:
+            raise or_ask_again(error, begin_by) from None
         finally:
             self._metrics.observe_wait(model_id, self._clock() - began)
 
@@ -252,37 +256,29 @@ class MultiModelGatewayRouter:
         asked = settings.get("max_tokens", model.max_response_tokens)
         return min(int(asked), model.max_response_tokens, capacity - num_context_tokens)
 
-    @asynccontextmanager
-    async def _prepare(
-        self, session: Session, binding: ModelBinding, call: ChatCall
-    ) -> AsyncIterator[list[_Prepared]]:
-        """For each choice, reserve the chain this conversation continues, or a new one, until the block
-        ends. One chain goes on with one choice: the others start anew."""
-        codec = binding.ready_codec()
+    async def _prepare(self, session: Session, binding: ModelBinding, call: ChatCall) -> list[_Prepared]:
+        """For each choice the chain this conversation continues, or a new one, reserved until it is released.
+        One chain goes on with one choice: the others start anew."""
         owner = session.chains_of(call.agent_id, binding.model_id)
         key = ConversationKey(call.messages, call.tools, call.template_arguments)
-        async with AsyncExitStack() as held:
-            choices: list[_Prepared] = []
-            whole: RenderedPrompt | None = None
-            while len(choices) < call.num_choices:
-                prepared = None
-                if whole is None:
-                    prepared = await self._continue(held, owner, binding, call, key)
-                if prepared is None:
-                    self._require_room_for_chains(session, num_new=1 + sum(c.is_new for c in choices))
-                    whole = whole or await codec.prompt(call.messages, call.tools, call.template_arguments)
-                    chain = held.enter_context(_reserved(Chain()))
-                    prepared = _Prepared(owner, Match(chain, 0), key, whole.ids, whole.mark)
-                choices.append(prepared)
-            yield choices
+        continued = await self._continue(owner, binding, call, key)
+        choices = [] if continued is None else [continued]
+        num_new = call.num_choices - len(choices)
+        if not num_new:
+            return choices
+        try:
+            self._require_room_for_chains(session, num_new=num_new)
+            whole = await binding.ready_codec().prompt(call.messages, call.tools, call.template_arguments)
+        except BaseException:
+            _release(choices)
+            raise
+        for _ in range(num_new):
+            match = Match(Chain(reserved=True), 0)
+            choices.append(_Prepared(owner, match, key, whole.ids, whole.mark))
+        return choices
 
     async def _continue(
-        self,
-        held: AsyncExitStack,
-        owner: AgentChains,
-        binding: ModelBinding,
-        call: ChatCall,
-        key: ConversationKey,
+        self, owner: AgentChains, binding: ModelBinding, call: ChatCall, key: ConversationKey
     ) -> _Prepared | None:
         """Reserve what this conversation goes on from. None: nothing, or the template won't have it."""
         num_ambiguous = owner.num_ambiguous
@@ -291,12 +287,14 @@ class MultiModelGatewayRouter:
             self._metrics.count_ambiguous(binding.model_id)
         if match is None:
             return None
-        async with AsyncExitStack() as trial:
-            trial.enter_context(_reserved(match.chain))
+        match.chain.reserved = True
+        rendered = None
+        try:
             rendered = await _render_continuation(binding.ready_codec(), match, call)
-            if rendered is not None:
-                held.push_async_exit(trial.pop_all())
-                return _Prepared(owner, match, key, rendered.ids, rendered.mark)
+        finally:
+            match.chain.reserved = rendered is not None
+        if rendered is not None:
+            return _Prepared(owner, match, key, rendered.ids, rendered.mark)
         owner.num_breaks += 1
         self._metrics.count_chain_break(binding.model_id)
         return None
@@ -327,7 +325,7 @@ class MultiModelGatewayRouter:
         self._metrics.count_out_of_room(binding.model_id)
         replies = [
             ChatReply(
-                request_id=uuid.uuid4().hex,
+                request_id=_new_request_id(),
                 agent_id=call.agent_id,
                 model_id=binding.model_id,
                 policy_version=binding.published_version or 0,
@@ -344,7 +342,7 @@ class MultiModelGatewayRouter:
             )
             for choice in choices
         ]
-        return replace(replies[0], siblings=tuple(replies[1:]))
+        return msgspec.structs.replace(replies[0], siblings=tuple(replies[1:]))
 
 
 async def _together(samples: list[Coroutine[Any, Any, Sampled]]) -> list[Sampled]:
@@ -367,14 +365,14 @@ def _kept_whole_by(call: ChatCall, settings: Settings) -> str:
     return next((name for name in ("presence_penalty", "frequency_penalty") if settings.get(name)), "")
 
 
-@contextmanager
-def _reserved(chain: Chain) -> Iterator[Chain]:
-    """Nobody else continues the chain meanwhile."""
-    chain.reserved = True
-    try:
-        yield chain
-    finally:
-        chain.reserved = False
+def _release(choices: Iterable[_Prepared]) -> None:
+    """Let others continue these chains."""
+    for choice in choices:
+        choice.match.chain.reserved = False
+
+
+def _new_request_id() -> str:
+    return secrets.token_hex(16)
 
 
 async def _render_continuation(codec: ChatCodec, match: Match, call: ChatCall) -> RenderedPrompt | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from gateway.chains import VersionSpan
 from gateway.codec import ChatCodec
 from gateway.conversation import Answer, ChatCall, DeltaSink, ReplyDelta, ToolCall, arguments_object
 from gateway.interruption import (
-    Interruption,
     Pieces,
     StopAtSeam,
     broken_off,
@@ -116,10 +115,11 @@ class Sampler:
         nothing of the attempt is kept, and if a listener has heard of it there is no other: half of one
         answer and half of another is none. One that was interrupted by a new version goes on under it."""
         logs.request_id.set(sampling.request_id)
+        pieces = Pieces(self._bindings.get(sampling.model_id).kept_versions)
         try:
-            with self._bindings.keeping(sampling.model_id) as keep:
-                return await self._sample(sampling, Pieces(keep))
+            return await self._sample(sampling, pieces)
         finally:
+            pieces.let_go()
             await _stop_telling(sampling)
 
     async def _sample(self, sampling: Sampling, pieces: Pieces) -> Sampled:
@@ -156,20 +156,22 @@ class Sampler:
     async def _room(self, sampling: Sampling, *, ahead: bool) -> ModelBinding:
         if ahead or sampling.begin_by is None:
             return await self._bindings.wait_for_room(sampling.model_id, sampling.deadline, ahead=ahead)
-        with or_ask_again(sampling.begin_by):
+        try:
             return await self._bindings.wait_for_room(sampling.model_id, sampling.begin_by)
+        except ModelNotReadyError as error:
+            raise or_ask_again(error, sampling.begin_by) from None
 
     async def _attempt(
         self, sampling: Sampling, binding: ModelBinding, place: Placement, pieces: Pieces, request_id: str
     ) -> Sampled | None:
         """The whole answer; None when a new version interrupted it, with what there is of it in `pieces`."""
-        if sampling.partial_rollout and not sampling.kept_whole_by:
-            watch = interrupted_at_a_new_version(self._bindings, binding, place, request_id)
+        if not sampling.partial_rollout or sampling.kept_whole_by:
+            generation, interrupted = await self._generate(sampling, place, pieces, request_id), False
         else:
-            watch = nullcontext(Interruption())
-        async with watch as interruption:
-            generation = await self._generate(sampling, place, pieces, request_id)
-        if interruption.ended(generation):
+            async with interrupted_at_a_new_version(self._bindings, binding, place, request_id) as watch:
+                generation = await self._generate(sampling, place, pieces, request_id)
+            interrupted = watch.ended(generation)
+        if interrupted:
             if pieces.num_tokens + len(generation.token_ids) < sampling.settings["max_tokens"]:
                 pieces.add(generation, place.version)
                 sampling.stream_is_ahead = False
@@ -391,15 +393,11 @@ async def _forget_attempt(sampling: Sampling, failure: Exception) -> None:
     sampling.stream, sampling.stream_is_ahead = None, False
 
 
-@contextmanager
-def or_ask_again(begin_by: float | None) -> Iterator[None]:
+def or_ask_again(error: ModelNotReadyError, begin_by: float | None) -> Exception:
     """A caller that said how long it would wait is told to ask again: nothing has failed."""
-    try:
-        yield
-    except ModelNotReadyError as error:
-        if begin_by is None:
-            raise
-        raise TooManyRequestsError(f"{error}; the call was not to wait longer (Prefer: wait)") from None
+    if begin_by is None:
+        return error
+    return TooManyRequestsError(f"{error}; the call was not to wait longer (Prefer: wait)")
 
 
 def _is_the_callers_fault(failure: Exception) -> bool:

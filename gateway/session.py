@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from gateway.calls import CallIdentity, CallLedger
@@ -163,7 +164,7 @@ class Session:
         """A turn was just committed, and is about to be answered with `reply`."""
         chain = match.chain
         assert chain.index is not None, "it was just committed"
-        bare = replace(reply, token_ids=_NO_IDS, logprobs=_NO_LOGPROBS)
+        bare = msgspec.structs.replace(reply, token_ids=_NO_IDS, logprobs=_NO_LOGPROBS)
         self.note(
             TurnCommitted(
                 agent_id=owner.agent_id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -132,9 +133,14 @@ class ParserCalls:
 
 def decode(data: bytes, kind: type[_Answer], *, url: str) -> _Answer:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return _decoder(kind).decode(data)
     except msgspec.DecodeError as error:
         raise BackendUnavailableError(f"{url}: an answer that can't be read: {error}") from error
+
+
+@cache
+def _decoder(kind: type[_Answer]) -> msgspec.json.Decoder[_Answer]:
+    return msgspec.json.Decoder(kind)
 
 
 def plain_ids(token_ids: Sequence[int] | Int32Array) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from gateway.app import Gateway, create_app
+from gateway.connection import bounded_protocol
 from model_runtime.config import RunConfig
 from model_runtime.config_file import parse_config
 from model_runtime.layout import RunLayout
@@ -214,7 +215,8 @@ def live_gateway(
             admin_key=ADMIN_KEY,
             journal=journal or folder / "1.sqlite",
         )
-        live = LiveServer(create_app(gateway))
+        protocol = bounded_protocol(gateway.config.gateway.max_header_bytes)
+        live = LiveServer(create_app(gateway), http=protocol)
         url = stack.enter_context(live.running())
         http = stack.enter_context(httpx.Client(base_url=url, timeout=20))
         yield GatewayHarness(url, gateway, store, server, http, live)

@@ -13,10 +13,10 @@ from typing import Any
 class LiveServer:
     """An ASGI application on a real port in a thread of its own, as users run it."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, **options: Any) -> None:
         import uvicorn
 
-        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False)
+        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False, **options)
         self._server = uvicorn.Server(config)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -21,11 +21,15 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import logs
 from gateway.calls import CallIdentity
+from gateway.connection import LOST
 from gateway.conversation import ChatCall, ChatReply, ReplyDelta
 from gateway.responses import status_of
-from gateway.routes.access import gateway_of, session_key
+from gateway.routes.access import gateway_of, header, session_key
 from gateway.session import Session
 from model_runtime.errors import InvalidRequestError, UnknownAgentError
+
+if TYPE_CHECKING:
+    from gateway.app import Gateway
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +137,7 @@ async def serve(request: Request, parse: Parse, refuse: Refuse) -> Response:
     except Exception as error:  # the edge: every error has an answer in one table
         response = refuse(error)
         await call.failed(session, agent_id, error, response.status_code)
-    _count(request, agent_id, response.status_code)
+    _count(gateway, agent_id, response.status_code)
     return response
 
 
@@ -154,7 +158,7 @@ def named_agent(request: Request, *names: Any) -> str:
     agent_id = request.path_params.get("agent_id")
     if agent_id:
         return agent_id
-    named = request.headers.get("x-agent-id") or next((name for name in names if name), None)
+    named = header(request, b"x-agent-id") or next((name for name in names if name), None)
     if not isinstance(named, str):
         raise UnknownAgentError(
             "no agent is named: use the base URL …/agents/<agent_id>, the X-Agent-ID header, "
@@ -166,19 +170,20 @@ def named_agent(request: Request, *names: Any) -> str:
 
 def _identity(request: Request, agent_id: str, body: bytes) -> CallIdentity:
     digest = hashlib.blake2b(body, digest_size=16).digest()
-    key = request.headers.get("idempotency-key")
+    key = header(request, b"idempotency-key")
     if key:
         return CallIdentity(f"key {agent_id} {key}", digest, repeats=True)
     # The SDKs say which attempt this is: a first one is a call of its own, whatever its body.
-    attempt = request.headers.get("x-stainless-retry-count")
+    attempt = header(request, b"x-stainless-retry-count")
     name = f"body {agent_id} {digest.hex()}"
-    return CallIdentity(name, digest, fresh=attempt == "0", repeats=attempt is not None)
+    return CallIdentity(name, digest, fresh=attempt == "0", repeats=bool(attempt))
 
 
 def _preferred_wait_s(request: Request) -> float | None:
     """`Prefer: wait=<seconds>` (RFC 7240): how long the call may wait for its model and for room on it before
     it begins. None: as long as a call may take."""
-    found = re.search(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,6})\b", request.headers.get("prefer", ""))
+    preferred = header(request, b"prefer")
+    found = preferred and re.search(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,6})\b", preferred)
     return float(found[1]) if found else None
 
 
@@ -205,8 +210,7 @@ class _AskedCall:
             await session.journal.durable()
 
 
-def _count(request: Request, agent_id: str, status_code: int) -> None:
-    gateway = gateway_of(request)
+def _count(gateway: Gateway, agent_id: str, status_code: int) -> None:
     known_agent = agent_id if agent_id in gateway.routes else "unknown"
     gateway.metrics.count_request(known_agent, status_code)
 
@@ -217,24 +221,24 @@ class ClientDisconnected(Exception):
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """The work's result; cancelled as soon as the client hangs up."""
-    caller = asyncio.current_task()
+    caller, is_waiting = asyncio.current_task(), True
     assert caller is not None, "a coroutine runs in a task"
 
-    def stop(_: asyncio.Future[Any]) -> None:
-        caller.cancel()
+    def stop(_: asyncio.Future[None]) -> None:
+        if is_waiting:
+            caller.cancel()
 
-    # The body has been read, so the next thing to come is the end of the connection.
-    hang_up = asyncio.ensure_future(request.receive())
-    hang_up.add_done_callback(stop)
+    lost: asyncio.Future[None] = request.scope["extensions"][LOST]
+    lost.add_done_callback(stop)
     try:
         return await work
     except asyncio.CancelledError:
-        if hang_up.done() and not caller.uncancel():
+        if lost.done() and not caller.uncancel():
             raise ClientDisconnected from None
         raise
     finally:
-        hang_up.remove_done_callback(stop)
-        hang_up.cancel()
+        is_waiting = False
+        lost.remove_done_callback(stop)
 
 
 # ------------------------------------------------------------------ streams
@@ -332,7 +336,7 @@ class EventStream(Response):
             pump.cancel()
             await asyncio.gather(pump, return_exceptions=True)
             await self._live.abandon()
-            _count(self._request, self._exchange.call.agent_id, status)
+            _count(gateway_of(self._request), self._exchange.call.agent_id, status)
 
     async def _pump(self, send: Send) -> int:
         writer, status = self._exchange.writer(), 200

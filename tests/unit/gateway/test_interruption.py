@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -365,15 +366,26 @@ def piece(ids: list[int], reason: str = "abort") -> Generation:
 
 
 def test_pieces_without_tokens_leave_no_version() -> None:
-    kept: list[int] = []
-    pieces = Pieces(kept.append)
+    kept: Counter[int] = Counter()
+    pieces = Pieces(kept)
     pieces.add(piece([]), 3)
     whole, versions = pieces.joined(piece([1, 2], "stop"), 4)
-    assert (whole.token_ids.tolist(), versions, kept) == ([1, 2], (VersionSpan(4, 2),), [])
+    assert (whole.token_ids.tolist(), versions, kept) == ([1, 2], (VersionSpan(4, 2),), Counter())
+
+
+def test_versions_that_tokens_are_kept_of_are_open_work_until_the_answer_is_let_go_of() -> None:
+    kept: Counter[int] = Counter({3: 1})  # another answer's
+    pieces = Pieces(kept)
+    pieces.add(piece([1]), 3)
+    pieces.add(piece([2]), 4)
+    pieces.add(piece([3]), 4)
+    assert kept == {3: 2, 4: 2}
+    pieces.let_go()
+    assert dict(kept) == {3: 1}
 
 
 def test_settings_of_the_rest_never_leave_the_servers_ranges() -> None:
-    pieces = Pieces(lambda _: None)
+    pieces = Pieces(Counter())
     pieces.add(piece([1, 2, 3]), 0)
     rest = pieces.settings_for_the_rest({"max_tokens": 10, "seed": 2**63 - 1})
     assert rest == {"max_tokens": 7, "seed": 2**63 - 1}

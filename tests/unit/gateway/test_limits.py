@@ -16,7 +16,7 @@ import openai
 import pytest
 import uvicorn
 
-from gateway.limits import bounded_protocol
+from gateway.connection import bounded_protocol
 from model_runtime.store import Store
 from tests.gateway_harness import GatewayHarness, live_gateway, make_config
 
@@ -232,7 +232,7 @@ def test_headers_that_come_in_pieces_are_taken(bounded_address: tuple[str, int])
 def test_headers_that_come_too_slowly_end_the_connection(
     bounded_address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.limits.HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gateway.connection.HEAD_TIMEOUT_S", 0.2)
     with socket.create_connection(bounded_address, timeout=10) as client:
         client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
         with contextlib.suppress(ConnectionResetError):

@@ -1,0 +1,79 @@
+"""The gateway's end of a client's connection: heads that never end, and clients that hang up."""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.responses import error_response
+from model_runtime.errors import HeadersTooLargeError
+
+LOST = "repertory.lost"
+"""ASGI extension: a future that is done when the request's connection is lost."""
+
+# How long a client may take over a request's headers once it has begun.
+HEAD_TIMEOUT_S = 30.0
+
+
+def bounded_protocol(max_header_bytes: int) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, with a bound on headers that never end, in bytes and in time, and the extension
+    LOST."""
+
+    class BoundedProtocol(HttpToolsProtocol):
+        _in_head = False
+        _head_bytes = 0
+        _head_timer: asyncio.TimerHandle | None = None
+        _lost: asyncio.Future[None]
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self._lost = self.loop.create_future()
+            super().connection_made(transport)  # type: ignore[arg-type]
+
+        def on_message_begin(self) -> None:
+            self._in_head = True
+            super().on_message_begin()
+            self.scope["extensions"] = {LOST: self._lost}  # type: ignore[typeddict-item]
+
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            # Reading stopped for a large body; only who reads on hears of the connection's end.
+            if not self.pipeline:
+                self.flow.resume_reading()
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            self._head_bytes = 0
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+            super().on_headers_complete()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            # What came whole is judged by the middleware.
+            if not self._in_head or self.transport.is_closing():
+                return
+            self._head_bytes += len(data)
+            if self._head_timer is None:
+                self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
+            if self._head_bytes > max_header_bytes:
+                self._refuse_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+            super().connection_lost(exc)
+            if not self._lost.done():
+                self._lost.set_result(None)
+
+        def _refuse_head(self) -> None:
+            error = HeadersTooLargeError(f"the headers are longer than {max_header_bytes} bytes")
+            response = error_response(error)
+            response.headers["Connection"] = "close"
+            lines = [f"HTTP/1.1 {error.status_code} Request Header Fields Too Large".encode()]
+            lines += [name + b": " + value for name, value in response.raw_headers]
+            self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + bytes(response.body))
+            self.transport.close()
+
+    return BoundedProtocol
