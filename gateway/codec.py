@@ -30,6 +30,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from gateway.byte_decoder import ByteDecoder
 from gateway.conversation import Message, Tool
 from gateway.template_probe import splice_problem
 from model_runtime.documents import TokenizerDocument
@@ -119,6 +120,7 @@ class ChatCodec:
             for id_, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special
         }
+        self._byte_decoder = ByteDecoder.of(self._tokenizer, self._special_ids.values())
         self._sentinel = f"[[answer-{secrets.token_hex(12)}]]"
         self.eos_token_ids = tuple(document.eos_token_ids)
         self.max_model_len = document.max_model_len
@@ -228,7 +230,9 @@ class ChatCodec:
 
     def decode(self, ids: Sequence[int] | Int32Array) -> str:
         """The text, without special tokens."""
-        return self._tokenizer.decode(_plain(ids), skip_special_tokens=True)
+        plain = _plain(ids)
+        text = None if self._byte_decoder is None else self._byte_decoder.text(plain)
+        return self._tokenizer.decode(plain, skip_special_tokens=True) if text is None else text
 
     def decode_all(self, ids: Sequence[int] | Int32Array) -> str:
         """The text with its special tokens."""

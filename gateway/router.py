@@ -161,6 +161,8 @@ class MultiModelGatewayRouter:
                 self._discard(samplings, error)
                 raise
             first, *others = zip(choices, samplings, sampled, strict=True)
+            if not others:
+                return self._commit(*first, settings=settings, identity=identity)
             with session.journal.together():
                 siblings = tuple(self._commit(*one, settings=settings) for one in others)
                 return self._commit(*first, settings=settings, siblings=siblings, identity=identity)
