@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # More threads than free cores make vLLM and torch many times slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install run test test-all lint format type bench doctor gpu-check docs clean
+.PHONY: help install run test test-all lint format type bench doctor gpu-check chaos docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ doctor: install  ## what this machine lacks for the quickstart
 
 gpu-check: install  ## one NVIDIA GPU: CUDA vLLM, swap, exactness, a training step (8 minutes at most)
 	@$(PY) deployments/gpu_check.py
+
+chaos: install  ## kill, stop and break what runs, by seed, and check the books (an hour)
+	@$(PY) -m tests.chaos.driver --seeds 1 2 3 4 5 --faults 8 --steps 20 --stop-s 60
 
 docs: install  ## write the pages that are made from the code
 	@$(PY) docs/generate.py

@@ -54,6 +54,7 @@ from model_runtime.workspace import ONE_RUN_ENV, Workspace, exclusive
 from tasks.checkpoint import take_snapshot
 from tasks.children import Child, look, restart_if_lost, start_child
 from tasks.gateway import GatewayProcess, keep_gateway
+from tasks.hang_watch import HangWatch
 from tasks.lifecycle import (
     Stopped,
     cancel_children,
@@ -96,6 +97,7 @@ class Run:
     gateway_task: asyncio.Task[None]
     models: dict[str, Child]
     coordinator: CheckpointCoordinator
+    hang_watch: HangWatch
     rollout: Child | None = None
     evaluation: Child | None = None
     failures: dict[str, str] = field(default_factory=dict)  # model or role → why
@@ -250,6 +252,7 @@ async def take_over(config: RunConfig, run_id: str, place: ExitStack) -> Run:
         gateway_task=asyncio.create_task(keep_gateway(gateway)),
         models={},
         coordinator=CheckpointCoordinator(store, layout, trainable, claim.epoch),
+        hang_watch=HangWatch(lease_s=config.gateway.lease_s),
     )
 
 
@@ -320,9 +323,9 @@ async def _follow(run: Run, keeping_up: asyncio.Task[None]) -> None:
 
 
 async def keep_up(run: Run) -> None:
-    """Again and again: name what the models saved together, see who leads the run, remove what is
-    no longer kept. Beside the watch, so
-    that a store that is away does not hold that up. Raises SupersededError and StoreOutageError."""
+    """Again and again: name what the models saved together, see who leads the run, remove what is no longer
+    kept. Beside the watch, so that a store that is away does not hold that up. Raises SupersededError and
+    StoreOutageError."""
     swept_at = time.monotonic()
     while True:
         await asyncio.sleep(KEEP_UP_EVERY_S)
@@ -338,6 +341,7 @@ async def watch_children(run: Run) -> None:
     if run.gateway_task.done():
         await run.gateway_task
         raise ProcessError("the gateway's supervisor ended while the run went on")
+    await run.hang_watch.end_hung(run.models, run.gateway.admin)
     for child in await look(run.children):
         if await restart_if_lost(child):
             log.warning("%s was lost (%s); started again", child.role, child.history[-1])

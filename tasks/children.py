@@ -33,6 +33,8 @@ class Child:
     incarnation: int = 1
     final: FlowRun | None = None
     history: list[str] = field(default_factory=list)
+    silent_s: float = 0.0  # nothing was heard of it, while there was somebody to hear it
+    ending: bool = False  # it hangs, and is being ended to be started again
 
     @property
     def completed(self) -> bool:
@@ -40,8 +42,10 @@ class Child:
 
     @property
     def lost(self) -> bool:
-        """Its process is gone without a word of its own."""
-        return self.final is not None and self.final.state is not None and self.final.state.is_crashed()
+        """Its process is gone without a word of its own, or was ended because it hung."""
+        if self.final is None or self.final.state is None:
+            return False
+        return self.final.state.is_crashed() or (self.ending and not self.completed)
 
     @property
     def outcome(self) -> str:
@@ -66,7 +70,7 @@ async def start_child(child: Child) -> None:
     async for attempt in attempts:
         with attempt:
             child.flow_run_id = (await _create(child, parameters, key)).id
-    child.final = None
+    child.final, child.silent_s, child.ending = None, 0.0, False
 
 
 async def _create(child: Child, parameters: dict[str, Any], key: str) -> FlowRun:

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 import yaml
 
-from model_runtime.books import read_books
+from model_runtime.books import ModelBooks, read_books
 from model_runtime.config import StoreConfig
 from model_runtime.documents import VersionDocument
 from model_runtime.errors import StoreError
@@ -283,14 +283,9 @@ class ChaosRun:
             self.outcome.finalized += books.finalized
             self.outcome.trained += books.trained
             self.outcome.versions += (model.latest_version or 0) + 1
-            if books.num_trained_twice or books.num_missing or not books.balanced or books.num_damaged_shards:
+            if wrong_in(books):
                 wrong.append(f"{model.model_id}: books {books}")
-            lost = {
-                session: rows.get(model.model_id, 0)
-                for session, rows in answered.items()
-                if sessions.get(session, 0) < rows.get(model.model_id, 0)
-            }
-            if lost:
+            if lost := missing_from(sessions, answered, model.model_id):
                 wrong.append(f"{model.model_id}: finalized and not in the log: {lost}")
             for version in range((model.latest_version or 0) + 1):
                 data = self.store.get(layout.version_marker(version))
@@ -316,6 +311,21 @@ class ChaosRun:
                 up.process.wait()
         for process in self.up.marked():
             hit(process, "SIGKILL")
+
+
+def wrong_in(books: ModelBooks) -> bool:
+    """Is a row lost, trained twice, damaged, or in two places?"""
+    return bool(
+        not books.balanced or books.num_trained_twice or books.num_missing or books.num_damaged_shards
+    )
+
+
+def missing_from(
+    in_log: Mapping[str, int], answered: Mapping[str, Mapping[str, int]], model_id: str
+) -> dict[str, int]:
+    """Sessions whose `finalize` was answered and of whose rows of this model the log lacks some."""
+    promised = {session: rows.get(model_id, 0) for session, rows in answered.items()}
+    return {session: rows for session, rows in promised.items() if in_log.get(session, 0) < rows}
 
 
 def write_config(folder: Path, *, max_steps: int, store_url: str) -> Path:

@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import TerminationSignal
-from prefect.states import Completed, Crashed, Failed
+from prefect.states import Cancelled, Completed, Crashed, Failed
 
 from flows import multi_model_training as module
 from flows.multi_model_training import (
@@ -31,7 +31,9 @@ from model_runtime.errors import ProcessError, StoreOutageError, SupersededError
 from model_runtime.layout import RunLayout
 from model_runtime.protocol import GatewayStatus, ModelRenewal, ModelStatus
 from model_runtime.store import Store
+from tasks import hang_watch
 from tasks.children import Child
+from tasks.hang_watch import HangWatch
 
 LAYOUT = RunLayout("run-1")
 
@@ -150,6 +152,7 @@ async def make_run(store: Store, settings: RunConfig) -> Run:
         gateway_task=asyncio.create_task(asyncio.sleep(60)),
         models={},
         coordinator=CheckpointCoordinator(store, LAYOUT, ("a", "b"), 1),
+        hang_watch=HangWatch(lease_s=10.0),
     )
     await module.start_children(run)
     return run
@@ -207,6 +210,41 @@ async def test_a_lost_model_is_started_again_and_is_no_failure(run: Run, prefect
     prefect.end("a", Crashed(message="again"))
     await watch_children(run)
     assert run.failures == {"a": "Crashed: again"}
+
+
+async def test_a_model_that_hangs_is_ended_and_started_again_and_is_no_failure(
+    run: Run, prefect: FakePrefect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang_watch, "LISTEN_EVERY_S", 0.001)
+    monkeypatch.setattr(hang_watch, "SILENT_LIMIT_S", 0.01)
+    ended: list[str] = []
+
+    async def end(child: Child) -> None:
+        child.ending = True
+        ended.append(child.role)
+        prefect.end(child.role, Cancelled())
+
+    monkeypatch.setattr(hang_watch, "_end", end)
+    models = run.gateway.models  # type: ignore[attr-defined]
+    models["b"] = models["b"].model_copy(update={"age_s": 500.0})
+    async with asyncio.timeout(10):
+        while run.models["b"].incarnation == 1:
+            await watch_children(run)
+            await asyncio.sleep(0.002)
+    assert ended == ["b"]
+    assert run.failures == {}
+    assert run.models["a"].incarnation == 1
+
+
+async def test_a_gateway_that_does_not_answer_makes_nobody_seem_to_hang(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang_watch, "LISTEN_EVERY_S", 0.0)
+    monkeypatch.setattr(hang_watch, "SILENT_LIMIT_S", 0.0)
+    run.gateway.models = None  # type: ignore[attr-defined]
+    for _ in range(5):
+        await watch_children(run)
+    assert [child.silent_s for child in run.models.values()] == [0.0, 0.0]
 
 
 async def test_a_gateway_that_was_given_up_ends_the_run(run: Run) -> None:

@@ -1,0 +1,64 @@
+"""Models whose runtime is alive and silent: ended, to be started again like one that was lost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.states import Cancelling
+
+from tasks.children import Child
+from tasks.gateway_admin import GatewayAdmin
+
+log = logging.getLogger(__name__)
+
+LISTEN_EVERY_S = 5.0
+SILENT_LIMIT_S = 180.0
+"""A model's runtime that renews no lease for this long hangs, or never came up."""
+
+
+class HangWatch:
+    """Listens for the leases that the gateway sees renewed.
+
+    Time in which the gateway could not be asked, or this process stood still, is held against nobody.
+    """
+
+    def __init__(self, *, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._listened_at = time.monotonic()
+
+    async def end_hung(self, models: Mapping[str, Child], admin: GatewayAdmin) -> None:
+        """Called again and again; looks every few seconds."""
+        now = time.monotonic()
+        passed_s = min(now - self._listened_at, 2 * LISTEN_EVERY_S)
+        if now - self._listened_at < LISTEN_EVERY_S:
+            return
+        self._listened_at = now
+        status = await admin.status()
+        if status is None:
+            return
+        for model_id, child in models.items():
+            model = status.models.get(model_id)
+            heard = model is not None and model.age_s is not None and model.age_s < self._lease_s
+            child.silent_s = 0.0 if heard else child.silent_s + passed_s
+            if child.final is None and not child.ending and child.silent_s > SILENT_LIMIT_S:
+                await _end(child)
+
+
+async def _end(child: Child) -> None:
+    """Have its runner end the child's process: SIGTERM, then SIGKILL. Its parent starts it again after its
+    end."""
+    assert child.flow_run_id is not None
+    reason = f"nothing was heard of {child.role} for {child.silent_s:.0f} s; ending its process"
+    log.error("%s", reason)
+    try:
+        async with get_client() as client:
+            await client.set_flow_run_state(child.flow_run_id, Cancelling(message=reason))
+    except (httpx.HTTPError, PrefectHTTPStatusError) as error:  # Prefect is away: tried again
+        log.warning("%s could not be ended yet: %s", child.role, error)
+        return
+    child.ending = True

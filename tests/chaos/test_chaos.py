@@ -1,0 +1,60 @@
+"""Seeded faults on the quickstart with real processes; and that the driver which looks for what they broke
+can see it.
+
+`make chaos` is the long form.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from model_runtime.books import ModelBooks
+from tests.chaos.driver import ChaosRun, missing_from, wrong_in
+from tests.chaos.victims import ROLES, schedule
+
+SIGNALS = ["SIGKILL", "SIGKILL", "SIGTERM", "SIGSTOP"]
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_run_under_a_seeded_schedule_of_faults_completes_and_its_books_balance(
+    tmp_path: Path, seed: int
+) -> None:
+    faults = schedule(seed, 5, roles=ROLES, hows=SIGNALS, stop_s=20.0)
+    run = ChaosRun(tmp_path, seed, max_steps=12, limit_s=1500.0, proxy=None, url=str(tmp_path / "runs"))
+    outcome = run.run(faults)
+    assert outcome.wrong == []
+    assert outcome.witnessed > 0
+    assert outcome.faults
+
+
+def test_a_seed_names_one_schedule() -> None:
+    first, again, other = (schedule(seed, 20, roles=ROLES, hows=SIGNALS, stop_s=20.0) for seed in (1, 1, 2))
+    assert first == again != other
+    assert {fault.role for fault in first} | {fault.role for fault in other} > {"parent", "gateway"}
+    assert all((fault.stop_s > 0) == (fault.how == "SIGSTOP") for fault in first)
+
+
+@pytest.mark.parametrize(
+    "books",
+    [
+        ModelBooks(finalized=3, trained=2),
+        ModelBooks(finalized=3, trained=3, num_trained_twice=1),
+        ModelBooks(finalized=3, trained=3, num_missing=1),
+        ModelBooks(finalized=3, trained=3, num_damaged_shards=1),
+    ],
+)
+def test_books_that_do_not_add_up_are_seen(books: ModelBooks) -> None:
+    assert wrong_in(books)
+    assert not wrong_in(ModelBooks(finalized=3, trained=2, in_log=1))
+
+
+def test_a_session_that_was_answered_and_is_not_in_the_log_is_seen() -> None:
+    answered = {"s1": {"a": 2, "b": 1}, "s2": {"a": 1}}
+    assert missing_from({"s1": 2, "s2": 1}, answered, "a") == {}
+    assert missing_from({"s1": 1, "s2": 1}, answered, "a") == {"s1": 2}
+    assert missing_from({}, answered, "b") == {"s1": 1}
