@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -51,7 +52,11 @@ class AgentEndpoint:
 class GatewayUnderTest:
     """One gateway process and what its parent, a runtime and a driver tell it."""
 
-    def __init__(self, folder: Path, upstream: str, stack: ExitStack) -> None:
+    def __init__(
+        self, folder: Path, upstream: str, stack: ExitStack, *, queue_report: Path | None = None
+    ) -> None:
+        """`queue_report`: a file in which a training queue says how far it has read."""
+        self._queue_report = queue_report
         self._folder, self._upstream, self._stack = folder, upstream, stack
         self._config = _config(folder)
         self._num_groups = 0
@@ -121,6 +126,8 @@ class GatewayUnderTest:
         async with aiohttp.ClientSession(headers=ADMIN) as http:
             while True:
                 renewal["seq"] += 1
+                if self._queue_report is not None and self._queue_report.exists():
+                    renewal["queue"] = json.loads(self._queue_report.read_text())["queue"]
                 await _ask(http, "PUT", f"{self.url}/admin/models/m", renewal)
                 await asyncio.sleep(2)
 

@@ -33,6 +33,9 @@ class Measured:
     def memory_bytes(self) -> int:
         return sum(p.memory_info().rss for p in self._tree())
 
+    def num_descriptors(self) -> int:
+        return sum(p.num_fds() for p in self._tree())
+
     def _tree(self) -> list[psutil.Process]:
         return [self._process, *self._process.children(recursive=True)]
 

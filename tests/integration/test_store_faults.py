@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,10 +21,13 @@ from model_runtime.layout import RunLayout, writer_id
 from model_runtime.log_reader import LogReader
 from model_runtime.patient_store import PatientStore
 from model_runtime.store import Store, open_store
+from model_runtime.trainer import run_trainer
 from model_runtime.training_queue import QueueProgress
 from tests import fakes
 from tests.fake_servers import make_adapter_files
 from tests.faulty_proxy import FaultyProxy
+from tests.tiny_models import make_model
+from tests.training_log import TrainingFolder, make_groups, outcome
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -45,6 +49,11 @@ def behind(
         for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
             monkeypatch.setenv(name, proxy.url)
         yield proxy, config.url
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("base") / "model")
 
 
 def store_at(url: str, **limits: float) -> Store:
@@ -133,7 +142,7 @@ async def test_the_log_gets_every_execution_once_through_an_outage(behind: tuple
     await ingestor.start()
     proxy.refuse_share, proxy.lose_share = 0.1, 0.1
     for number in range(10):
-        row = fakes.make_trajectory(reward=1.0, group_id=f"g{number}")
+        row = fakes.make_trajectory(reward=1.0, group_id=f"g{number}", model_id="solver_model")
         done = FinishedExecution(
             member=row.member,
             status="finalized",
@@ -148,6 +157,48 @@ async def test_the_log_gets_every_execution_once_through_an_outage(behind: tuple
     groups = [row.member.group_id for _, shard in shards for row in shard.trajectories]
     assert sorted(groups) == [f"g{number}" for number in range(10)]
     assert proxy.num_broken > 0
+
+
+@pytest.mark.parametrize("how", ["down", "a third refused", "half of the answers cut"])
+def test_a_trainer_behind_a_broken_store_ends_with_the_bytes_of_an_undisturbed_one(
+    behind: tuple[FaultyProxy, str], tmp_path: Path, base: Path, how: str
+) -> None:
+    proxy, url = behind
+    undisturbed = a_training(tmp_path / "undisturbed", base, url=str(tmp_path / "undisturbed" / "store"))
+    assert run_trainer(undisturbed.spec, stop=threading.Event()) == 0
+
+    folder = a_training(tmp_path / "disturbed", base, url=url)
+    codes: list[int] = []
+    training = meanwhile(lambda: codes.append(run_trainer(folder.spec, stop=threading.Event())))
+    until(lambda: (status := folder.status()) is not None and status.step >= 1)
+    if how == "down":
+        proxy.down()
+        time.sleep(5)
+        proxy.up()
+    elif how == "a third refused":
+        proxy.refuse_share = 0.33
+    else:
+        proxy.cut_share = 0.5
+    training.join(200)
+    proxy.heal()
+    assert codes == [0]
+    assert outcome(folder) == outcome(undisturbed)
+
+
+def a_training(root: Path, base: Path, *, url: str) -> TrainingFolder:
+    root.mkdir()
+    store = {"url": url, "connect_timeout_s": 1.0, "read_timeout_s": 5.0, "max_attempts": 2}
+    folder = TrainingFolder(root, base, run={"store": store})
+    folder.write_groups(make_groups(10))
+    folder.tell(desired="drain", published_version=1000)
+    return folder
+
+
+def until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_checkpoint_written_through_faults_is_whole(behind: tuple[FaultyProxy, str]) -> None:
