@@ -32,9 +32,18 @@ class LogReader:
     passed over, never a reason to lose its neighbours.
     """
 
-    def __init__(self, store: Store, layout: ModelLayout, *, start: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        layout: ModelLayout,
+        *,
+        start: Mapping[str, int] | None = None,
+        tail: Store | None = None,
+    ) -> None:
+        """`tail` is where new shards are looked for: the store without its patience for those who look again
+        and again."""
         self._store = store
-        self._tail = store.at_once()  # what is new can wait for the next look
+        self._tail = tail or store
         self._layout = layout
         self.next_seq: dict[str, int] = dict(start or {})
         self.quarantined: dict[Position, CorruptObjectError] = {}

@@ -98,7 +98,7 @@ class TrainingQueue:
         self._settings = model.async_training
         self._epoch = epoch
         start = dict(resume.low_water) if resume else {}
-        self._reader = LogReader(store, layout, start=start)
+        self._reader = LogReader(store, layout, start=start, tail=store.at_once())
         self._ledger = ConsumptionLedger(start)
         # Rows that the checkpoint holds as consumed are passed over when they are read again.
         self._consumed_before = Counter(resume.consumed if resume else ())

@@ -2,8 +2,10 @@
 
 import pytest
 
+from model_runtime.errors import StoreUnavailableError
 from model_runtime.layout import RunLayout
 from model_runtime.log_reader import LogReader
+from model_runtime.patient_store import PatientStore
 from model_runtime.trajectory_log import encode_shard
 from model_runtime.types import Settlement, Shard
 from tests.memory_store import MemoryStore
@@ -62,3 +64,30 @@ def test_a_damaged_shard_ends_reading_ahead_and_is_set_aside_by_the_reader(store
     reader.prefetch()
     assert positions(reader) == [("w0", 0), ("w0", 2)]
     assert list(reader.quarantined) == [("w0", 1)]
+
+
+class AwayOnce(CountingStore):
+    """The first look at the log fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.failures = 1
+
+    def children(self, prefix):
+        if self.failures:
+            self.failures -= 1
+            raise StoreUnavailableError("children: no answer")
+        return super().children(prefix)
+
+
+def test_who_reads_a_whole_log_waits_for_the_store_and_who_tails_it_does_not():
+    away = AwayOnce()
+    write(away, "w0", 0)
+    store = PatientStore(away, max_outage_s=60)
+    assert positions(LogReader(store, LAYOUT)) == [("w0", 0)]
+
+    away.failures = 1
+    tailing = LogReader(store, LAYOUT, tail=store.at_once())
+    with pytest.raises(StoreUnavailableError):
+        positions(tailing)
+    assert positions(tailing) == [("w0", 0)]
