@@ -162,6 +162,8 @@ class GatewayClient:
         try:
             async with self._http.post(url, data=data, headers=headers, timeout=limit) as response:
                 status, reply = response.status, await response.read()
+        except aiohttp.ConnectionTimeoutError as error:  # a TimeoutError too, but nothing was asked yet
+            raise _ConnectionBroke(f"{url}: no connection within {CONNECT_TIMEOUT_S:g} s") from error
         except TimeoutError as error:
             raise BackendUnavailableError(f"no answer from {url} within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:

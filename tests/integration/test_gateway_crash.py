@@ -44,6 +44,7 @@ from tests.gateway_harness import ADMIN_KEY, RUN_ID, make_config
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 MODELS = ("plan", "solve")
+PATIENCE_S = 100  # of control calls, which wait for the next process on a busy machine too
 NUM_SESSIONS = 100
 NUM_TURNS = 4  # of the planner; the answerer speaks once
 WORDS = [f"{word} {i}" for i, word in enumerate(["the answer", "hello world", "what", "capital"] * 24)]
@@ -183,15 +184,15 @@ async def converse(world: World, session: SessionAnswer, agent_id: str, num_turn
 async def execute(world: World, control: GatewayClient, group_id: str, member: int) -> float:
     """One session from its opening to its settlement."""
     request = SessionRequest(group_id=group_id, group_size=2, member_index=member)
-    session = await control.control("/sessions", request, SessionAnswer, timeout_s=30)
+    session = await control.control("/sessions", request, SessionAnswer, timeout_s=PATIENCE_S)
     await converse(world, session, "planner", NUM_TURNS)
     await converse(world, session, "answerer", 1)
     reward = float(member)
     body = RewardRequest(reward=reward, agent_id="planner", component="style").model_dump()
-    await control.call(f"{session.base_url}/reward", body, api_key=session.api_key, timeout_s=30)
+    await control.call(f"{session.base_url}/reward", body, api_key=session.api_key, timeout_s=PATIENCE_S)
     path, finalize = f"/sessions/{session.session_id}/finalize", FinalizeRequest(reward=reward)
-    answer = await control.control(path, finalize, FinalizeAnswer, timeout_s=30)
-    again = await control.control(path, FinalizeRequest(), FinalizeAnswer, timeout_s=30)
+    answer = await control.control(path, finalize, FinalizeAnswer, timeout_s=PATIENCE_S)
+    again = await control.control(path, FinalizeRequest(), FinalizeAnswer, timeout_s=PATIENCE_S)
     assert answer == again
     assert (answer.status, answer.num_rows) == ("finalized", {"plan": 1, "solve": 1})
     return reward

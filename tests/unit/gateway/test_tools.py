@@ -133,6 +133,7 @@ def test_new_ids_and_other_json_of_the_same_call_continue_the_chain(tools: Gatew
         (calling(call("search", '{"query": "tea"}'), call("clock", "{}")), [SEARCH]),
         (calling(call("search", '{"query": "tea"}')), [SEARCH, CLOCK]),
         (calling(call("search", '{"query": "tea"}')), []),
+        (calling(call("search", '{"query": "tea"')), [SEARCH]),
     ],
 )
 def test_another_call_or_other_tools_are_another_chain(

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from model_runtime import gateway_client
 from model_runtime.errors import (
     BackendRejectedError,
     BackendUnavailableError,
@@ -130,6 +132,38 @@ async def test_a_model_call_whose_connection_broke_is_repeated_under_the_same_ke
         reply = await client.call(f"{client.url}/chat", {}, api_key="s", timeout_s=5, idempotency_key="one")
     assert reply == {"ok": True}
     assert keys == ["one"] * 3
+
+
+async def test_a_call_that_found_no_connection_in_time_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody accepts, and the line of those who wait to be accepted is full: as while a gateway restarts."""
+    monkeypatch.setattr(gateway_client, "CONNECT_TIMEOUT_S", 0.1)
+    reply = b'HTTP/1.1 200 OK\r\nContent-Length: 11\r\nConnection: close\r\n\r\n{"ok":true}'
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(EOFError, ConnectionError):  # of those who only waited
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(reply)
+            await writer.drain()
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as line:
+        for _ in range(4):
+            waiting = line.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        async with open_http(max_connections=4) as http:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            client = GatewayClient(url, http, admin_key="k" * 16, patience_s=20.0)
+            call = asyncio.create_task(client.call(f"{url}/reward", {}, api_key="k", timeout_s=10))
+            await asyncio.sleep(0.5)
+            assert not call.done()
+            listener.setblocking(False)
+            async with await asyncio.start_server(answer, sock=listener):
+                assert await call == {"ok": True}
+                line.close()  # those who wait hang up
+                await asyncio.sleep(0.1)
 
 
 async def test_a_model_call_that_was_answered_5xx_is_not_repeated() -> None:
