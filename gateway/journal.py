@@ -33,7 +33,7 @@ LOCK_TIMEOUT_S = 5.0
 WRITE_PATIENCE_S = 5.0
 # Free pages are given back to the file system in slices of so many, once they are more than half the file.
 VACUUM_PAGES = 2000
-# 16 MB between two checkpoints, each of which waits for the disk.
+# 16 MB between two checkpoints.
 CHECKPOINT_PAGES = 4000
 
 _FORMAT = 1
@@ -184,7 +184,7 @@ class SessionJournal:
             # One process alone: no shared memory file, and a second gateway is refused.
             for pragma in ("locking_mode = EXCLUSIVE", "auto_vacuum = INCREMENTAL", "journal_mode = WAL"):
                 connection.execute(f"PRAGMA {pragma}").fetchall()
-            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute("PRAGMA synchronous = OFF")  # no commit waits for the disk
             connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}").fetchall()
             connection.execute("BEGIN IMMEDIATE")
             connection.execute("COMMIT")
@@ -219,11 +219,15 @@ class SessionJournal:
 
     def _write_forever(self) -> None:
         """One transaction after another, each of all that is waiting."""
+        has_free_pages = False
         try:
             while (batch := self._next_batch()) is not None:
                 self._commit_persistently(batch)
                 self._tell(self._finish, len(batch))
-                self._give_space_back()
+                # Only what is forgotten sets pages free.
+                has_free_pages = has_free_pages or _forgets(batch)
+                if has_free_pages:
+                    has_free_pages = self._give_space_back()
         except Exception as error:  # whatever it was: calls must not wait for a thread that is gone
             self._disconnect()
             self._remove()
@@ -273,17 +277,18 @@ class SessionJournal:
                 connection.execute("ROLLBACK")
             raise
 
-    def _give_space_back(self) -> None:
-        """Keep the file near the size of what is in it. A failure is no reason to lose the journal."""
+    def _give_space_back(self) -> bool:
+        """Keep the file near the size of what is in it. True: there is more to give. A failure is no reason
+        to lose the journal."""
         assert self._connection is not None
         with suppress(sqlite3.OperationalError):
             [(free,)] = self._connection.execute("PRAGMA freelist_count")
-            if free < VACUUM_PAGES:
-                return
             [(pages,)] = self._connection.execute("PRAGMA page_count")
-            if 2 * free > pages:
-                # Of `execute` this pragma would see one step, which is one page.
-                self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
+            if free < VACUUM_PAGES or 2 * free <= pages:
+                return False
+            # Of `execute` this pragma would see one step, which is one page.
+            self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
+        return True
 
     def _tell(self, what: object, argument: object) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody is left to hear
@@ -317,6 +322,10 @@ class SessionJournal:
                 Path(f"{self.path}{suffix}").unlink(missing_ok=True)
             except OSError as error:
                 logger.error("%s%s can't be removed; do so before a restart: %s", self.path, suffix, error)
+
+
+def _forgets(batch: Iterable[Sequence[Entry]]) -> bool:
+    return any(isinstance(entry, Forget) for entries in batch for entry in entries)
 
 
 def remove_older_journals(path: Path, epoch: int) -> None:

@@ -378,7 +378,7 @@ def _checked_generation(
     except (struct.error, OverflowError) as error:
         raise BackendUnavailableError(f"{url}: token ids or logprobs out of range: {error}") from error
     values = np.frombuffer(packed, dtype=np.float32)
-    if not values.min(initial=0.0) > _MISSING_LOGPROB:  # nor is NaN
+    if not np.minimum.reduce(values, initial=0.0) > _MISSING_LOGPROB:  # nor is NaN
         raise BackendUnavailableError(f"{url}: no logprob for a sampled token")
     return Generation(
         token_ids=np.frombuffer(packed_ids, dtype=np.int32),
