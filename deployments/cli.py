@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from model_runtime.errors import ConfigError, RepertoryError, RunFailedError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from model_runtime.store import Store
     from model_runtime.summary import RunSummary
 
 RUN_ID_PATTERN = r"[a-z0-9][a-z0-9_.-]{0,62}"
@@ -39,12 +41,16 @@ app = typer.Typer(
 - `repertory doctor config.yaml` – can this machine run it?
 - `repertory deploy config.yaml --pool NAME` – register it on your own Prefect server and its workers
 - `repertory status` – what has run here, and what runs now
+- `repertory runs`, `repertory history MODEL` – what a store knows, with `--store URL` from any machine
 - `repertory export RUN_ID MODEL --to DIR` – the trained adapter, as PEFT and vLLM read it
 """,
 )
 
 ConfigArgument = Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")]
 RunArgument = Annotated[str, typer.Argument(help="Id of the run, as `status` lists it.", metavar="RUN_ID")]
+StoreOption = Annotated[
+    str | None, typer.Option(help="Store of the run or runs: s3://… or a folder.", metavar="URL")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
 
 
@@ -257,15 +263,61 @@ def deploy(
 
 @app.command()
 def status(
-    run_id: Annotated[str | None, typer.Argument(metavar="RUN_ID")] = None, json: JsonOption = False
+    run_id: Annotated[str | None, typer.Argument(metavar="RUN_ID")] = None,
+    store: StoreOption = None,
+    json: JsonOption = False,
 ) -> None:
-    """The state of a run, live if it runs; without RUN_ID, every run launched from here."""
+    """The state of a run, live if it runs; without RUN_ID, every run launched from here.
+
+    From another machine, name its store, and set REPERTORY_ADMIN_KEY to the run's key to see it live.
+    """
     from deployments.run_status import list_runs, show_run
 
-    if run_id is None:
+    if store is not None:
+        if run_id is None:
+            raise ConfigError("--store: name the run too; `runs` lists those of a store")
+        from deployments.history import show_stored_run
+        from model_runtime.protocol import ADMIN_KEY_ENV
+
+        key = os.environ.get(ADMIN_KEY_ENV)
+        show_stored_run(_opened(store), run_id, console(), as_json=json, key=key)
+    elif run_id is None:
         list_runs(known_runs(), console(), as_json=json)
     else:
         show_run(recall_run(run_id), console(), as_json=json)
+
+
+@app.command()
+def runs(store: StoreOption = None, json: JsonOption = False) -> None:
+    """The runs of a store, whoever launched them; of the newest run's here if none is named."""
+    from deployments.history import show_runs
+
+    show_runs(_opened(store), console(), as_json=json)
+
+
+@app.command()
+def history(
+    model: Annotated[str, typer.Argument(help="Model id.", metavar="MODEL")],
+    run: Annotated[str | None, typer.Option(help="Only this run.", metavar="RUN_ID")] = None,
+    store: StoreOption = None,
+    json: JsonOption = False,
+) -> None:
+    """A model through its runs: versions, steps, checkpoints, rewards, evaluations."""
+    from deployments.history import show_history
+
+    show_history(_opened(store), model, console(), run_id=run, as_json=json)
+
+
+def _opened(url: str | None) -> Store:
+    """The store of this URL; None: that of the newest run launched from here."""
+    from model_runtime.store import open_store
+
+    if url is not None:
+        return open_store(parse_store(url))
+    known = known_runs()
+    if not known:
+        raise ConfigError("no run has been launched from here: name a store with --store URL")
+    return open_store(known[-1].config.store)
 
 
 @app.command()

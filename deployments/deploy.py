@@ -27,7 +27,7 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import get_current_settings
 
 from deployments.automations import Automated, automate
-from deployments.registration import RETIRED, SCHEDULE, config_tag
+from deployments.registration import CHECKPOINT_SCHEDULE, RETIRED, SCHEDULE, config_tag
 from model_runtime.config import RunConfig
 from model_runtime.errors import ConfigError, PrefectError
 
@@ -105,9 +105,10 @@ async def _register(client: PrefectClient, deployment: RunnerDeployment) -> None
         if RETIRED in before.tags:
             deployment.paused = False
     await _limited(deployment.aapply())
-    if before is not None and not deployment.schedules:  # Prefect keeps what an empty list does not name
+    if before is not None:  # Prefect keeps what the list does not name
+        wanted = {schedule.slug for schedule in deployment.schedules or []}
         for schedule in before.schedules:
-            if schedule.slug == SCHEDULE:
+            if schedule.slug in {SCHEDULE, CHECKPOINT_SCHEDULE} - wanted:
                 await _limited(client.delete_deployment_schedule(before.id, schedule.id))
 
 

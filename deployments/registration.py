@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from typing import Any
 
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
-from prefect.client.schemas.schedules import CronSchedule
+from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 from prefect.deployments.runner import RunnerDeployment
+from prefect.events import DeploymentEventTrigger
 from prefect.types.entrypoint import EntrypointType
 
 from flows.evaluate import evaluate
@@ -24,7 +26,10 @@ DEFAULT = "default"
 """What runs a model or a rollout that has no deployment of its own, as when the UI's form names a new one."""
 
 SCHEDULE = "evaluation"
-"""Slug of the schedule that a config's `evaluation.cron` makes."""
+"""Slug of the schedule that a config's `evaluation.cron` or `interval_s` makes."""
+CHECKPOINT_SCHEDULE = "checkpoints"
+"""Slug of the schedule that looks for checkpoints to evaluate (`evaluation.every_checkpoints`)."""
+LOOK_EVERY = timedelta(minutes=1)
 
 
 RETIRED = "retired"
@@ -55,18 +60,20 @@ def deployments_of(
     made += [rollout.to_deployment(name, **common) for name in dict.fromkeys((config.name, DEFAULT))]
     # The forms of the UI start from this config.
     parameters = {"run_id": "", "config": config.model_dump(mode="json", exclude_defaults=True)}
+    newest = [{"model_id": model.model_id, "version": "latest"} for model in config.models]
     evaluation: Any = evaluate.to_deployment(
         config.name,
         parameters=parameters,
         tags=[ours],
-        # While one evaluation is at work another would find the same versions.
+        # While one evaluation is at work another would find the same versions: it is cancelled, and what it
+        # was to find is found by the next, in the store.
         concurrency_limit=ConcurrencyLimitConfig(
             limit=1, collision_strategy=ConcurrencyLimitStrategy.CANCEL_NEW
         ),
-        schedules=_schedules(config) if scheduled else [],
+        schedules=_schedules(config, newest) if scheduled else [],
+        triggers=_triggers(config) if scheduled else [],
         **common,
     )
-    newest = [{"model_id": model.model_id, "version": "latest"} for model in config.models]
     _show(evaluation, {"versions": newest})
     training: Any = multi_model_training.to_deployment(
         config.name, parameters=parameters, tags=[ours], **common
@@ -88,13 +95,35 @@ def _show(deployment: RunnerDeployment, values: dict[str, Any]) -> None:
     deployment._parameter_openapi_schema = schema.model_copy(update={"properties": properties})
 
 
-def _schedules(config: RunConfig) -> list[DeploymentScheduleCreate]:
-    """One, under a name by which deploying again replaces it. Raises ConfigError for a bad expression."""
-    cron = config.evaluation.cron
-    if cron is None:
+def _schedules(config: RunConfig, newest: list[dict[str, str]]) -> list[DeploymentScheduleCreate]:
+    """Under names by which deploying again replaces them. Raises ConfigError for a bad expression."""
+    wanted, found = config.evaluation, []
+    if wanted.cron is not None:
+        try:
+            schedule = CronSchedule(cron=wanted.cron)
+        except ValueError as error:
+            raise ConfigError(f"evaluation.cron: {wanted.cron!r} is no cron expression: {error}") from None
+        found.append((SCHEDULE, schedule, {"versions": newest}))
+    if wanted.interval_s is not None:
+        every = IntervalSchedule(interval=timedelta(seconds=wanted.interval_s))
+        found.append((SCHEDULE, every, {"versions": newest}))
+    if wanted.every_checkpoints is not None:  # without versions it looks for checkpoints that are due
+        found.append((CHECKPOINT_SCHEDULE, IntervalSchedule(interval=LOOK_EVERY), {}))
+    return [
+        DeploymentScheduleCreate(schedule=schedule, slug=slug, parameters=parameters)
+        for slug, schedule, parameters in found
+    ]
+
+
+def _triggers(config: RunConfig) -> list[Any]:
+    """A checkpoint that was saved has the store looked at before the minute is over."""
+    if config.evaluation.every_checkpoints is None:
         return []
-    try:
-        schedule = CronSchedule(cron=cron)
-    except ValueError as error:
-        raise ConfigError(f"evaluation.cron: {cron!r} is no cron expression: {error}") from None
-    return [DeploymentScheduleCreate(schedule=schedule, slug=SCHEDULE)]
+    models = [f"repertory.model.{model.model_id}" for model in config.trainable_models]
+    return [
+        DeploymentEventTrigger(
+            name=f"{config.name}: a checkpoint was saved",
+            expect={"checkpoint.saved"},
+            match={"prefect.resource.id": models},
+        )
+    ]

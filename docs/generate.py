@@ -30,6 +30,8 @@ METRICS_HEAD = """# Metrics of the gateway
 
 Made from `gateway/metrics.py` by `make docs`. `GET /metrics` serves them in Prometheus' text format; counters
 carry `_total` there, histograms `_bucket`, `_sum` and `_count`.
+What a model's runtime says with its renewals (step, queue, budget, servers' load) is among them.
+`deployments/grafana/dashboard.json` is a dashboard of them.
 """
 
 Schema = dict[str, Any]

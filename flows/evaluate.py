@@ -1,12 +1,13 @@
-"""An evaluation of versions that are in the store, with rollout servers and a gateway of its own."""
+"""An evaluation of versions: by the gateway of a run that serves them, else from the store with rollout
+servers and a gateway of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from contextlib import ExitStack
-from typing import Any
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
+from typing import Any, Literal
 
 from prefect import flow
 from prefect.runtime import flow_run as this_run
@@ -28,6 +29,7 @@ from model_runtime.evaluation import (
     EvaluationDocument,
     EvaluationPlan,
     ModelVersion,
+    due_checkpoints,
     estimate,
     frozen_config,
     make_plan,
@@ -38,13 +40,14 @@ from model_runtime.evaluation import (
     write_evaluation,
 )
 from model_runtime.layout import RunLayout
-from model_runtime.store import open_store
+from model_runtime.store import Store, open_store
 from model_runtime.workflow import DriverReport
 from model_runtime.workspace import Workspace
 from tasks.alerts import tell_of_regression
 from tasks.children import start_child
 from tasks.evaluation import headline, show_evaluation
 from tasks.lifecycle import Stopped, cancel_children_of, run_watched, to_the_end, told_to_stop
+from tasks.live_evaluation import LiveHold, evaluate_live, live_hold
 from tasks.rollout import RolloutReporter, drive
 
 log = logging.getLogger(__name__)
@@ -72,9 +75,10 @@ async def evaluate(
     config_from: str = "",
     config: ConfigBox = None,
 ) -> Any:
-    """Works on the held-out tasks with versions from the store, outside of any training.
+    """Works on the held-out tasks, outside of any training.
 
-    The same evaluation is done once: asked again, its outcome is shown.
+    A run that trains now and serves the versions is asked itself, and keeps them in service meanwhile; else they
+    are served from the store. The same evaluation is done once: asked again, its outcome is shown.
 
     Args:
         run_id: Run whose versions are evaluated. Empty: the newest run of this config.
@@ -93,24 +97,50 @@ async def evaluate(
 async def _evaluate(config: RunConfig, run_id: str, versions: list[ModelVersion]) -> str:
     store = open_store(config.store)
     run_id = run_id or await asyncio.to_thread(newest_run, store, config.name)
-    plan = await asyncio.to_thread(make_plan, store, config, run_id=run_id, wanted=versions)
-    layout = RunLayout(run_id)
-    document = await asyncio.to_thread(read_evaluation, store, layout, plan.evaluation_id)
-    if document is not None:
-        log.info("%s of run %s is evaluated already", plan.named_versions(), run_id)
-        return headline(document)
-    work_id = layout.evaluation_run(plan.evaluation_id)
-    folder = Workspace(work_id).root / "versions"
-    frozen = await asyncio.to_thread(frozen_config, store, config, plan, folder)
-    began = time.time()
-    report = await run_frozen(frozen, work_id)
-    document = await asyncio.to_thread(
-        write_evaluation, store, layout, _document(plan, config, report, duration_s=time.time() - began)
-    )
+    if versions or config.evaluation.every_checkpoints is None:
+        return await _evaluate_one(config, store, run_id, versions)
+    found = await asyncio.to_thread(due_checkpoints, store, config, run_id=run_id)
+    for due in found:
+        await _evaluate_one(config, store, run_id, [due])
+    if not found:
+        return f"run {run_id}: no checkpoint to evaluate"
+    return f"run {run_id}: evaluated " + ", ".join(f"{due.model_id} v{due.version}" for due in found)
+
+
+async def _evaluate_one(config: RunConfig, store: Store, run_id: str, versions: list[ModelVersion]) -> str:
+    """By the run's own gateway while it serves these versions, else with servers of our own."""
+    layout, began = RunLayout(run_id), time.time()
+    async with _maybe_live(store, layout, config, versions) as hold:
+        wanted = versions if hold is None else hold.choices(config)
+        plan = await asyncio.to_thread(make_plan, store, config, run_id=run_id, wanted=wanted)
+        document = await asyncio.to_thread(read_evaluation, store, layout, plan.evaluation_id)
+        if document is not None:
+            log.info("%s of run %s is evaluated already", plan.named_versions(), run_id)
+            return headline(document)
+        if hold is not None:
+            report = await evaluate_live(hold, config, run_id=run_id, store=store)
+        else:
+            report = await _evaluate_from_store(config, store, plan)
+    where = "store" if hold is None else "live"
+    document = _document(plan, config, report, duration_s=time.time() - began, where=where)
+    document = await asyncio.to_thread(write_evaluation, store, layout, document)
     before = await asyncio.to_thread(read_evaluations, store, layout)
     await show_evaluation(document, before, headline(document))
     tell_of_regression(document, before, drop=config.alerts.evaluation_drop)
     return headline(document)
+
+
+def _maybe_live(
+    store: Store, layout: RunLayout, config: RunConfig, versions: list[ModelVersion]
+) -> AbstractAsyncContextManager[LiveHold | None]:
+    return nullcontext() if config.evaluation.where == "store" else live_hold(store, layout, config, versions)
+
+
+async def _evaluate_from_store(config: RunConfig, store: Store, plan: EvaluationPlan) -> DriverReport:
+    work_id = RunLayout(plan.run_id).evaluation_run(plan.evaluation_id)
+    folder = Workspace(work_id).root / "versions"
+    frozen = await asyncio.to_thread(frozen_config, store, config, plan, folder)
+    return await run_frozen(frozen, work_id)
 
 
 async def run_frozen(config: RunConfig, work_id: str) -> DriverReport:
@@ -164,7 +194,12 @@ async def _drive(run: Run) -> DriverReport:
 
 
 def _document(
-    plan: EvaluationPlan, config: RunConfig, report: DriverReport, *, duration_s: float
+    plan: EvaluationPlan,
+    config: RunConfig,
+    report: DriverReport,
+    *,
+    duration_s: float,
+    where: Literal["store", "live"],
 ) -> EvaluationDocument:
     if not report.executions.get("finalized"):
         ended = ", ".join(f"{n} {status}" for status, n in sorted(report.executions.items())) or "none began"
@@ -182,4 +217,5 @@ def _document(
         task_rewards=report.task_rewards,
         created_at=time.time(),
         duration_s=duration_s,
+        where=where,
     )

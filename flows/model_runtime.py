@@ -22,13 +22,13 @@ from tasks.publish import publish
 from tasks.reporting import announce
 from tasks.rollout_server import serve, start_server, start_trainer
 from tasks.staggering import make_limit
-from tasks.training import first_version, train_next
+from tasks.training import first_version, next_version
 
 
 def _run_name() -> str:
     given = this_run.parameters
     again = f" (start {given['incarnation']})" if given.get("incarnation", 1) > 1 else ""
-    return f"{given['model_id']} · {given['run_id']}{again}"
+    return f"{given['run_id']} · {given['model_id']}{again}"
 
 
 @flow(name="model-runtime", flow_run_name=_run_name, persist_result=False)
@@ -89,7 +89,7 @@ async def _train_and_publish(core: ModelAsyncRuntime, store: Any, layout: RunLay
     version = await first_version(core)
     while version is not None:
         await publish(core, version)
-        version = await train_next(core, target=version + 1)
+        version = await next_version(core, target=version + 1)
         if core.checkpoint_step is not None and core.checkpoint_step != recorded:
             recorded = core.checkpoint_step
             await record_checkpoint(store, layout, core.model_id, recorded)

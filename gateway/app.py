@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from gateway.admission import GroupAdmission
 from gateway.bindings import GatewayBindingRegistry, ModelBinding
+from gateway.holds import VersionHolds
 from gateway.ingestor import TrajectoryIngestor
 from gateway.journal import SessionJournal
 from gateway.limits import BoundedRequests
@@ -35,11 +36,13 @@ from gateway.routes import anthropic as anthropic_routes
 from gateway.routes import openai as openai_routes
 from gateway.routes import openai_responses as responses_routes
 from gateway.routes import sessions as session_routes
+from gateway.session import Session
 from gateway.sessions import SessionRegistry
 from gateway.settled_sessions import SettledRecords
 from model_runtime.config import RunConfig
 from model_runtime.documents import DesiredDocument, DesiredState
 from model_runtime.errors import (
+    InvalidRequestError,
     ModelNotReadyError,
     RepertoryError,
     StoreError,
@@ -55,6 +58,7 @@ from model_runtime.protocol import (
     ModelRenewal,
     ModelStatus,
     RenewalAnswer,
+    SessionRequest,
 )
 from model_runtime.store import Store
 
@@ -120,6 +124,7 @@ class Gateway:
             http=self._http,
             max_concurrent={m.model_id: m.rollout.max_concurrent_requests for m in config.models},
         )
+        self.holds = VersionHolds(config, self.bindings)
         self.admission = GroupAdmission(config, writer=self._writer, journal=self._journal)
         trainable = [m.model_id for m in config.trainable_models]
         self.ingestor = TrajectoryIngestor(
@@ -202,8 +207,16 @@ class Gateway:
             epoch=self.epoch,
             superseded=superseded,
             oldest_open_version=self._oldest_open_version(binding),
-            inflight_versions=dict(binding.inflight_versions),
+            inflight_versions=self.holds.counted(binding),
         )
+
+    def open_session(self, request: SessionRequest) -> Session:
+        """Raises ConflictError for versions that nobody holds, and as `SessionRegistry.open`."""
+        if request.versions:
+            if request.mode == "train":
+                raise InvalidRequestError("versions are for evaluations", param="versions")
+            self.holds.require_held(request.versions)
+        return self.sessions.open(request)
 
     def set_desired(self, request: DesiredRequest) -> DesiredRequest:
         """`stop` is sticky, and a drain is not undone."""

@@ -74,13 +74,14 @@ class ModelBinding:
     kept_versions: Counter[int] = field(default_factory=Counter)  # of tokens kept by interrupted generations
     max_concurrent: int | None = None  # generations one replica is given at once
     line: deque[asyncio.Event] = field(default_factory=deque)  # calls that wait for a replica with room
+    num_pinned: int = 0  # generations of evaluations, whose version is held
     waiting: int = 0
     waited_s: float = 0.0  # by all calls together; a call that found the model ready adds exactly nothing
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def running(self) -> int:
-        return self.inflight_versions.total()
+        return self.inflight_versions.total() + self.num_pinned
 
     @property
     def published_version(self) -> int | None:
@@ -239,9 +240,12 @@ class GatewayBindingRegistry:
             binding.call_next()
 
     @contextmanager
-    def place(self, binding: ModelBinding, affinity: Affinity) -> Iterator[Placement]:
-        """A replica for one generation, counted for as long as it runs."""
-        version = binding.published_version
+    def place(
+        self, binding: ModelBinding, affinity: Affinity, *, held: int | None = None
+    ) -> Iterator[Placement]:
+        """A replica for one generation, counted for as long as it runs. `held`: a version that is kept in
+        service for it, in place of the published one; training does not wait for what it samples."""
+        version = binding.published_version if held is None else held
         if version is None or not binding.replicas:
             raise ModelNotReadyError(
                 f"model {binding.model_id!r} is not ready: {self.why_not_ready(binding)}"
@@ -249,14 +253,20 @@ class GatewayBindingRegistry:
         handle = self._choose(binding, affinity.get(binding.model_id))
         affinity[binding.model_id] = handle.replica_id
         handle.inflight += 1
-        binding.inflight_versions[version] += 1
+        if held is None:
+            binding.inflight_versions[version] += 1
+        else:
+            binding.num_pinned += 1
         try:
             yield Placement(handle.client, handle.replica_id, version, len(binding.replicas) > 1)
         finally:
             handle.inflight -= 1
-            binding.inflight_versions[version] -= 1
-            if not binding.inflight_versions[version]:
-                del binding.inflight_versions[version]
+            if held is None:
+                binding.inflight_versions[version] -= 1
+                if not binding.inflight_versions[version]:
+                    del binding.inflight_versions[version]
+            else:
+                binding.num_pinned -= 1
             binding.call_next()
 
     async def newer_version(self, binding: ModelBinding, version: int) -> None:

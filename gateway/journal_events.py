@@ -88,6 +88,7 @@ class SessionOpened(_Event, frozen=True, tag="open"):
     sampling: Settings
     forced_sampling: Settings
     deadline_at: float
+    versions: dict[str, int] = {}
 
 
 class TurnCommitted(_Event, frozen=True, tag="turn"):

@@ -152,6 +152,7 @@ def _session(opened: SessionOpened, events: Iterable[Event], journal: SessionJou
         train=opened.train,
         sampling=opened.sampling,
         forced_sampling=opened.forced_sampling,
+        versions=opened.versions,
         deadline=now + opened.deadline_at - time.time(),
         journal=journal,
         active_at=now,

@@ -138,7 +138,8 @@ class MultiModelGatewayRouter:
                     choice=index,
                     model_id=model_id,
                     parses=self._parses(call, model_id),
-                    partial_rollout=self._models[model_id].async_training.partial_rollout,
+                    partial_rollout=model_id not in session.versions
+                    and self._models[model_id].async_training.partial_rollout,
                     kept_whole_by=_kept_whole_by(call, settings),
                     request_id=_new_request_id(),
                     prompt_ids=choice.prompt_ids(),

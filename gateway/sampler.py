@@ -127,7 +127,8 @@ class Sampler:
         model_id, request_id = sampling.model_id, sampling.request_id
         while True:
             binding = await self._room(sampling, ahead=attempt > 0)
-            with self._bindings.place(binding, sampling.session.affinity) as place:
+            held = sampling.session.versions.get(model_id)
+            with self._bindings.place(binding, sampling.session.affinity, held=held) as place:
                 await _require_version(sampling, pieces, place)
                 try:
                     sampled = await self._attempt(sampling, binding, place, pieces, f"{request_id}-{attempt}")

@@ -76,6 +76,9 @@ class Session:
     sampling: Settings
     forced_sampling: Settings
     deadline: float
+    versions: Mapping[str, int] = field(
+        default_factory=dict
+    )  # that answer it, in place of the published ones
     journal: SessionJournal = field(default_factory=SessionJournal)
     active_at: float = 0.0  # when it was last asked for anything
     agents: dict[str, AgentChains] = field(default_factory=dict)

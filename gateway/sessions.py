@@ -369,6 +369,7 @@ class SessionRegistry:
             train=train,
             sampling=request.sampling,
             forced_sampling=request.forced_sampling,
+            versions=request.versions,
             deadline=self._clock() + (request.timeout_s or self._default_timeout_s),
             journal=self._journal,
             active_at=self._clock(),
@@ -384,6 +385,7 @@ class SessionRegistry:
                 train=dict(train),
                 sampling=session.sampling,
                 forced_sampling=session.forced_sampling,
+                versions=dict(session.versions),
                 deadline_at=time.time() + session.deadline - self._clock(),
             )
         )

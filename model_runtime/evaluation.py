@@ -20,9 +20,9 @@ from model_runtime.adapters import latest_version, read_version, version_folder
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.config_section import Section
 from model_runtime.coordinator import read_run
-from model_runtime.documents import Document
+from model_runtime.documents import CheckpointDocument, Document
 from model_runtime.errors import ConfigError, ObjectExistsError, ObjectNotFoundError
-from model_runtime.layout import EVALUATION_INFIX, RunLayout
+from model_runtime.layout import EVALUATION_INFIX, ModelLayout, RunLayout, number_in
 from model_runtime.store import Store
 
 Z_95 = 1.959964
@@ -96,6 +96,7 @@ class EvaluationDocument(Document):
     task_rewards: dict[str, list[float]] = Field(default_factory=dict)  # task → its finished executions'
     created_at: float
     duration_s: float
+    where: Literal["store", "live"] = "store"  # servers of its own, or a run's while it trained
 
 
 # ---------------------------------------------------------------- figures
@@ -109,6 +110,13 @@ def estimate(task_rewards: Mapping[str, Sequence[float]]) -> Estimate | None:
     mean = statistics.fmean(means)
     half = Z_95 * statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
     return Estimate(mean=mean, low=mean - half, high=mean + half, num_tasks=len(means))
+
+
+def difference(now: Mapping[str, Sequence[float]], before: Mapping[str, Sequence[float]]) -> Estimate | None:
+    """How much more reward there is now, task by task over those both have: the same tasks are easy or hard
+    for both, so the interval is narrower than that of two means."""
+    common = [task for task, rewards in now.items() if rewards and before.get(task)]
+    return estimate({t: [statistics.fmean(now[t]) - statistics.fmean(before[t])] for t in common})
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
@@ -198,6 +206,45 @@ def _version(store: Store, run_id: str, model: ModelConfig, wanted: Choice) -> i
             f"the newest is {newest}"
         )
     return wanted
+
+
+def due_checkpoints(store: Store, config: RunConfig, *, run_id: str) -> list[ModelVersion]:
+    """Versions of every n-th checkpoint of each model (`evaluation.every_checkpoints`) that no evaluation of
+    the same work has had, the newest first. The store alone says which: however many were saved at once, and
+    whoever heard of it, none is lost."""
+    layout = RunLayout(run_id)
+    plan = make_plan(store, config, run_id=run_id, wanted=[]) if config.trainable_models else None
+    done = [d for d in read_evaluations(store, layout) if plan is not None and d.plan.same_work(plan)]
+    found: list[tuple[int, ModelVersion]] = []
+    for model in config.trainable_models:
+        for checkpoint in nth_checkpoints(store, layout.model(model.model_id), config, model, done):
+            due = ModelVersion(model_id=model.model_id, version=checkpoint.version)
+            found.append((checkpoint.step, due))
+    return [due for _, due in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def nth_checkpoints(
+    store: Store,
+    layout: ModelLayout,
+    config: RunConfig,
+    model: ModelConfig,
+    done: Iterable[EvaluationDocument],
+) -> list[CheckpointDocument]:
+    """Those that are to be evaluated and were not in `done`, one a version. Counted by steps, so that it does
+    not matter which others are still there."""
+    every = config.evaluation.every_checkpoints
+    if every is None:
+        return []
+    had, found = {document.plan.versions.get(model.model_id) for document in done}, []
+    for step in sorted(number_in(name) for name in store.children(layout.checkpoints())):
+        key = layout.checkpoint_marker(step)
+        if step == 0 or step % (every * model.save_every) or not store.exists(key):
+            continue
+        checkpoint = CheckpointDocument.parse(store.get(key), source=store.uri(key))
+        if checkpoint.version not in had:
+            had.add(checkpoint.version)
+            found.append(checkpoint)
+    return found
 
 
 def frozen_config(store: Store, config: RunConfig, plan: EvaluationPlan, folder: Path) -> RunConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from model_runtime.config_section import Section
@@ -21,8 +23,19 @@ class EvaluationConfig(Section):
     evaluates the newest versions of the newest run, each once, and ends at once when there are no newer
     ones. None: only when it is started."""
 
+    interval_s: float | None = Field(default=None, ge=60)
+    """The same by the interval in place of a cron expression. None: no interval."""
+    every_checkpoints: int | None = Field(default=None, ge=1)
+    """The deployment `evaluate/<name>` looks into the store each minute, and whenever a checkpoint is saved:
+    of each model's checkpoints every so many are evaluated, each once. None: it does not look."""
+    where: Literal["auto", "store"] = "auto"
+    """auto: a run that trains now is asked itself for the versions it serves, which it keeps in service
+    meanwhile; any other versions come from the store. store: always with servers of its own."""
+
     @model_validator(mode="after")
     def _samples_differ(self) -> EvaluationConfig:
+        if self.cron is not None and self.interval_s is not None:
+            raise ValueError("cron and interval_s are both set: one of them says when")
         if self.samples_per_task > 1 and self.temperature == 0:
             raise ValueError(
                 f"samples_per_task is {self.samples_per_task} with temperature 0: greedy executions of one "

@@ -191,6 +191,22 @@ class SessionRequest(_Request):
     sampling: dict[str, float | int] = Field(default_factory=dict)  # defaults for requests that name none
     forced_sampling: dict[str, float | int] = Field(default_factory=dict)  # overrides what requests name
     timeout_s: float | None = Field(default=None, gt=0)
+    versions: dict[str, Count] = Field(
+        default_factory=dict
+    )  # that answer an evaluation, of those held for it
+
+
+class HoldRequest(_Request):
+    """PUT /admin/evaluations/{evaluation_id}: keep one version of each model in service for a while. Asked
+    again before `ttl_s` is over, it goes on."""
+
+    ttl_s: float = Field(default=60.0, gt=0, le=600)
+    versions: dict[str, Count] = Field(default_factory=dict)  # of a model not named: the published one
+
+
+class HoldAnswer(_Wire):
+    evaluation_id: str
+    versions: dict[str, int]  # model_id → the version that is held
 
 
 class SessionAnswer(_Wire):

@@ -1,8 +1,9 @@
 """What of a run's checkpoints and versions may go.
 
 Kept is what the config names (RetentionConfig), and whatever anything still needs: what a trainer resumes
-from, what a server may have to load again, what a snapshot names together, what is too young to be sure
-about. The log, the steps' documents and the metrics are never touched: the books are counted from them.
+from, what a server may have to load again, what a snapshot names together, what is to be evaluated, what
+is too young to be sure about. The log, the steps' documents and the metrics are never touched: the books
+are counted from them.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ from model_runtime.checkpoints import checkpoint_steps
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.documents import CheckpointDocument, SnapshotDocument, VersionDocument
 from model_runtime.errors import CorruptObjectError, ObjectNotFoundError
-from model_runtime.evaluation import read_evaluations
+from model_runtime.evaluation import EvaluationDocument, nth_checkpoints, read_evaluations
 from model_runtime.layout import ModelLayout, RunLayout, number_in
 from model_runtime.metrics import read_metrics
 from model_runtime.store import Store
 from model_runtime.summary import mean_reward
-from model_runtime.training_config import RetentionConfig
 
 logger = logging.getLogger(__name__)
 
@@ -43,25 +43,30 @@ def sweep(store: Store, layout: RunLayout, config: RunConfig, *, now: float | No
     if settings.keep_last is None:
         return []
     snapshots = _last_snapshots(store, layout, settings.keep_last)
+    evaluations = read_evaluations(store, layout)
     now = time.time() if now is None else now
     return [
-        _sweep_model(store, layout, model, settings, snapshots, now=now) for model in config.trainable_models
+        _sweep_model(store, layout, config, model, snapshots, evaluations, now=now)
+        for model in config.trainable_models
     ]
 
 
 def _sweep_model(
     store: Store,
     layout: RunLayout,
+    config: RunConfig,
     model: ModelConfig,
-    settings: RetentionConfig,
     snapshots: Collection[SnapshotDocument],
+    evaluations: Collection[EvaluationDocument],
     *,
     now: float,
 ) -> Removed:
+    settings = config.retention
     place, model_id = layout.model(model.model_id), model.model_id
     steps = checkpoint_steps(store, place)  # newest first
     named = {s.checkpoints[model_id] for s in snapshots if model_id in s.checkpoints}
     kept_steps = {*steps[: settings.keep_last], *_every(steps, settings.keep_every), *(named & {*steps})}
+    kept_steps |= {c.step for c in nth_checkpoints(store, place, config, model, evaluations)}
     checkpoints = [_checkpoint(store, place, step) for step in sorted(kept_steps)]
     needed = {c.version for c in checkpoints if c is not None}
     needed |= {s.versions[model_id] for s in snapshots if model_id in s.versions}

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from model_runtime.config import RunConfig
 from model_runtime.errors import ConfigError, ConflictError, RunEndedError
@@ -89,8 +90,10 @@ class RolloutDriver:
         mode: Mode = "train",
         progress: Callable[[DriverProgress], None] | None = None,
         workflow: WorkflowFunction | None = None,
+        versions: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """`workflow` stands in for the function `config.workflow.function` names."""
+        """`workflow` stands in for the function `config.workflow.function` names; `versions` answer an
+        evaluation in place of the published ones."""
         self._config = config.workflow
         self._models = [m.model_id for m in config.trainable_models]
         self._seed = config.seed
@@ -103,6 +106,7 @@ class RolloutDriver:
         self._mode: Mode = mode
         self._progress = progress
         self._workflow = workflow
+        self._versions = versions
         self._slots = asyncio.Semaphore(self._config.max_concurrent_executions)
         self._evaluation = config.evaluation
         self._tally = Tally(task_rewards=defaultdict(list) if mode == "eval" else None)
@@ -145,6 +149,7 @@ class RolloutDriver:
             tally=self._tally,
             evaluation=self._evaluation,
             seed=self._seed,
+            versions=self._versions,
         )
 
     def _groups(self) -> list[TaskGroup]:

@@ -7,7 +7,9 @@ import logging
 import time
 import traceback
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from model_runtime.config import WorkflowConfig
@@ -102,11 +104,14 @@ class WorkflowExecutor:
         tally: Tally,
         evaluation: EvaluationConfig | None = None,
         seed: int = 0,
+        versions: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """`evaluation` and `seed` say how to sample in mode `eval`."""
+        """`evaluation` and `seed` say how to sample in mode `eval`, `versions` which ones answer there, of
+        those that are held; the published ones otherwise."""
         self._config = config
         self._evaluation = evaluation or EvaluationConfig()
         self._seed = seed
+        self._versions = dict(versions)
         self._mode: Mode = mode
         self._workflow = workflow
         self._gateway = gateway
@@ -192,6 +197,7 @@ class WorkflowExecutor:
             sampling={} if evaluating else {"temperature": self._config.temperature},
             forced_sampling=self._forced_sampling(member.member_index) if evaluating else {},
             timeout_s=self._config.execution_timeout_s + SESSION_SLACK_S,
+            versions=self._versions,
         )
         answer = await self._session_answer(group, request)
         return WorkflowSession(

@@ -9,11 +9,11 @@ from prefect.artifacts import acreate_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from model_runtime.config import artifact_slug
-from model_runtime.evaluation import Estimate, EvaluationDocument, comparable
+from model_runtime.evaluation import Estimate, EvaluationDocument, comparable, difference
 from tasks.reporting import announce, tell
 
 
-@task(name="show evaluation", task_run_name="evaluated {title}", cache_policy=NO_CACHE, persist_result=False)
+@task(name="show evaluation", task_run_name="evaluate {title}", cache_policy=NO_CACHE, persist_result=False)
 async def show_evaluation(
     document: EvaluationDocument, before: Sequence[EvaluationDocument], title: str
 ) -> None:
@@ -51,6 +51,7 @@ def markdown(document: EvaluationDocument, before: Sequence[EvaluationDocument])
     rows = [
         ("versions", [d.plan.named_versions() for _, d in columns]),
         ("workflow reward", [shown(d.reward) for _, d in columns]),
+        ("now better by", ["–", *(_gain(document, d) for _, d in columns[1:])]),
         *((f"pass@{k}", [_number(d.pass_at.get(k)) for _, d in columns]) for k in passes),
         *((f"success of {a}", [_number(d.agent_success.get(a)) for _, d in columns]) for a in agents),
         ("executions", [_executions(d) for _, d in columns]),
@@ -60,7 +61,7 @@ def markdown(document: EvaluationDocument, before: Sequence[EvaluationDocument])
         f"# {headline(document)}",
         "",
         f"Run {plan.run_id}; {plan.samples_per_task} executions a task at temperature {plan.temperature:g}. "
-        "Rewards with their 95 % confidence interval over the tasks.",
+        "Rewards with their 95 % confidence interval over the tasks; gains over the tasks both have.",
         "",
         "| | " + " | ".join(name for name, _ in columns) + " |",
         "|---" * (1 + len(columns)) + "|",
@@ -71,6 +72,11 @@ def markdown(document: EvaluationDocument, before: Sequence[EvaluationDocument])
 
 def shown(reward: Estimate | None) -> str:
     return "no reward" if reward is None else f"{reward.mean:.2f} ({reward.low:.2f} to {reward.high:.2f})"
+
+
+def _gain(now: EvaluationDocument, before: EvaluationDocument) -> str:
+    gain = difference(now.task_rewards, before.task_rewards)
+    return "–" if gain is None else f"{gain.mean:+.2f} ({gain.low:+.2f} to {gain.high:+.2f})"
 
 
 def _number(value: float | None) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import httpx
 from pydantic import ValidationError
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
 
 from model_runtime.documents import DesiredState
-from model_runtime.errors import BackendUnavailableError
-from model_runtime.protocol import DesiredRequest, GatewayStatus, admin_key
+from model_runtime.errors import BackendUnavailableError, ConflictError
+from model_runtime.protocol import DesiredRequest, GatewayStatus, HoldAnswer, HoldRequest, admin_key
+
+log = logging.getLogger(__name__)
 
 ATTEMPT_LIMIT_S = 5.0
 
@@ -62,5 +66,34 @@ class GatewayAdmin:
                 f"the gateway at {self.url} did not take {state!r} within {limit_s:.0f} s: {error!r}"
             ) from error
 
+    async def hold(self, evaluation_id: str, request: HoldRequest) -> HoldAnswer:
+        """PUT /admin/evaluations/…: keep versions in service for an evaluation. Raises ConflictError when
+        they can't be kept, BackendUnavailableError when the gateway does not answer."""
+        try:
+            answer = await self._http.put(
+                f"/admin/evaluations/{evaluation_id}", json=request.model_dump(mode="json")
+            )
+            if answer.is_client_error or answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+                raise ConflictError(f"the gateway holds no versions: {_message(answer)}")
+            answer.raise_for_status()
+            return HoldAnswer.model_validate_json(answer.content)
+        except (httpx.HTTPError, ValidationError) as error:
+            raise BackendUnavailableError(f"the gateway at {self.url} did not answer: {error!r}") from error
+
+    async def release(self, evaluation_id: str) -> None:
+        """DELETE /admin/evaluations/…. What is not released ends by itself."""
+        try:
+            await self._http.delete(f"/admin/evaluations/{evaluation_id}")
+        except httpx.HTTPError as error:
+            log.info("evaluation %s was not released: %r", evaluation_id, error)
+
     async def close(self) -> None:
         await self._http.aclose()
+
+
+def _message(answer: httpx.Response) -> str:
+    """What a refusal says, in the shape of the gateway's errors."""
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {answer.status_code}"

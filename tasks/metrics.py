@@ -21,9 +21,11 @@ from prefect.artifacts import (
     acreate_table_artifact,
     aupdate_progress_artifact,
 )
+from prefect.runtime import flow_run as this_run
 
 from model_runtime.config import ModelConfig, artifact_slug
 from model_runtime.errors import RepertoryError
+from model_runtime.evaluation import EvaluationDocument
 from model_runtime.layout import RunLayout
 from model_runtime.metrics import read_metrics
 from model_runtime.protocol import TrainerStatus
@@ -31,6 +33,7 @@ from model_runtime.store import Store
 from model_runtime.summary import mean_reward
 from tasks.alerts import TrainingWatch
 from tasks.reporting import tell
+from tasks.story import evaluation_title, note_evaluation, rename_run, run_title
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +68,8 @@ class Reported(Protocol):
     def trainer_status(self) -> TrainerStatus | None: ...
     @property
     def published_version(self) -> int | None: ...
+    @property
+    def incarnation(self) -> int: ...
 
 
 class ModelReporter:
@@ -80,6 +85,11 @@ class ModelReporter:
         self._watch = watch
         self._slug = artifact_slug(model.model_id)
         self._progress_id: UUID | None = None
+        self._run = layout
+        self._incarnation = runtime.incarnation
+        self._title = ""
+        self._began_at = time.time()
+        self._evaluations: set[str] | None = None
 
     async def run(self) -> None:
         """Report until cancelled."""
@@ -90,16 +100,20 @@ class ModelReporter:
             if now >= tables_at:
                 tables_at = now + TABLES_EVERY_S
                 await self.tables()
+                await self.evaluations()
             if now >= curve_at:
                 curve_at = now + CURVE_EVERY_S
                 await self.curve()
+                await self.name()
             await asyncio.sleep(PROGRESS_EVERY_S)
 
     async def finish(self) -> None:
         """The last word of a model that ended as it should: everything once more, and full progress."""
         await self.progress(done=True)
         await self.tables()
+        await self.evaluations()
         await self.curve()
+        await self.name()
 
     async def progress(self, *, done: bool = False) -> None:
         status, version = self._runtime.trainer_status, self._runtime.published_version
@@ -138,6 +152,45 @@ class ModelReporter:
             description=f"Mean reward per training step of {self._model.model_id}",
         )
         await tell("the learning curve", image)
+
+    async def name(self) -> None:
+        """Call the flow run by what is known of it by now."""
+        flow_run_id = this_run.id
+        if flow_run_id is None:
+            return
+        of_this_life = [row for row in await self._rows("syncs") if row.get("at", 0.0) >= self._began_at]
+        synced = [row["version"] for row in of_this_life if "error" not in row]
+        title = run_title(
+            run_id=self._run.run_id,
+            model_id=self._model.model_id,
+            versions=(min(synced), max(synced)) if synced else None,
+            rows=await self._rows("steps") if self._model.kind == "trainable" else [],
+            incarnation=self._incarnation,
+        )
+        if title != self._title:
+            self._title = title
+            await rename_run(UUID(str(flow_run_id)), title)
+
+    async def evaluations(self) -> None:
+        """Each evaluation of this model that has come since the last look becomes a task of its story."""
+        try:
+            found = await asyncio.to_thread(self._new_evaluations)
+        except RepertoryError as error:  # reading again comes with the next round
+            log.warning("evaluations of %s could not be read: %s", self._model.model_id, error)
+            return
+        for document in found:
+            title = evaluation_title(document, self._model.model_id)
+            await tell("an evaluation", note_evaluation(title, document.plan.evaluation_id))
+
+    def _new_evaluations(self) -> list[EvaluationDocument]:
+        keys = {k for k in self._store.list(self._run.evaluations()) if self._run.is_evaluation_of_plan(k)}
+        if self._evaluations is None:  # those of an earlier life are in its story
+            self._evaluations = keys
+            return []
+        new, self._evaluations = keys - self._evaluations, keys
+        documents = [EvaluationDocument.parse(self._store.get(k), source=self._store.uri(k)) for k in new]
+        ours = [d for d in documents if self._model.model_id in d.plan.versions]
+        return sorted(ours, key=lambda document: document.created_at)
 
     async def _rows(self, stream: str) -> list[dict[str, Any]]:
         try:

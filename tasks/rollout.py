@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 from uuid import UUID
 
@@ -72,11 +74,25 @@ def describe(progress: DriverProgress) -> str:
 
 @task(name="drive", task_run_name="drive agents ({mode})", cache_policy=NO_CACHE, persist_result=False)
 async def drive(
-    config: RunConfig, *, run_id: str, gateway_url: str, store: Store, mode: Mode, reporter: RolloutReporter
+    config: RunConfig,
+    *,
+    run_id: str,
+    gateway_url: str,
+    store: Store,
+    mode: Mode,
+    reporter: RolloutReporter,
+    versions: Mapping[str, int] = MappingProxyType({}),
 ) -> DriverReport:
-    """Run the workflow over the task set; returns when the tasks or the training are over."""
+    """Run the workflow over the task set; returns when the tasks or the training are over. `versions` answer
+    an evaluation in place of the published ones."""
     driver = RolloutDriver(
-        config, run_id=run_id, gateway_url=gateway_url, store=store, mode=mode, progress=reporter.note
+        config,
+        run_id=run_id,
+        gateway_url=gateway_url,
+        store=store,
+        mode=mode,
+        progress=reporter.note,
+        versions=versions,
     )
     return await driver.run()
 

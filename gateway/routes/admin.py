@@ -8,7 +8,14 @@ from starlette.responses import PlainTextResponse, Response
 
 from gateway.routes.access import gateway_of, require_admin
 from model_runtime.errors import InvalidRequestError
-from model_runtime.protocol import DesiredRequest, GatewayStatus, ModelRenewal, RenewalAnswer
+from model_runtime.protocol import (
+    DesiredRequest,
+    GatewayStatus,
+    HoldAnswer,
+    HoldRequest,
+    ModelRenewal,
+    RenewalAnswer,
+)
 
 control = APIRouter(tags=["control"])
 router = APIRouter(tags=["health"])
@@ -26,6 +33,19 @@ async def renew_model(request: Request, model_id: str, body: ModelRenewal) -> Re
 async def set_desired(request: Request, body: DesiredRequest) -> DesiredRequest:
     """What the run is to do; `stop` is sticky. Answers the state in force."""
     return gateway_of(request).set_desired(body)
+
+
+@control.put("/admin/evaluations/{evaluation_id}", dependencies=[Depends(require_admin)])
+async def hold_versions(request: Request, evaluation_id: str, body: HoldRequest) -> HoldAnswer:
+    """Keep one version of each model in service for an evaluation, beside those that training needs. One
+    evaluation at a time; ask again before `ttl_s` is over."""
+    return gateway_of(request).holds.hold(evaluation_id, body)
+
+
+@control.delete("/admin/evaluations/{evaluation_id}", dependencies=[Depends(require_admin)], status_code=204)
+async def release_versions(request: Request, evaluation_id: str) -> None:
+    """The evaluation is over: what it held may leave."""
+    gateway_of(request).holds.release(evaluation_id)
 
 
 @control.get("/admin/status", dependencies=[Depends(require_admin)])

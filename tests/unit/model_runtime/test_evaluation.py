@@ -13,12 +13,15 @@ from pydantic import ValidationError
 from model_runtime.adapters import write_version
 from model_runtime.config import RunConfig
 from model_runtime.coordinator import begin_run
+from model_runtime.documents import CheckpointDocument
 from model_runtime.errors import ConfigError
 from model_runtime.evaluation import (
     EvaluationDocument,
     EvaluationPlan,
     ModelVersion,
     comparable,
+    difference,
+    due_checkpoints,
     estimate,
     frozen_config,
     make_plan,
@@ -40,7 +43,7 @@ def config(folder: Path, **changes: Any) -> RunConfig:
     tasks = folder / "held_out.jsonl"
     tasks.write_text('{"n": 1}\n{"n": 2}\n')
     models = [
-        {"model_id": "a", "model_path": "/a"},
+        {"model_id": "a", "model_path": "/a", "save_every": 1},
         {"model_id": "b", "model_path": "/b"},
         {"model_id": "judge", "model_path": "/j", "kind": "frozen", "adapter_path": "/judge-adapter"},
     ]
@@ -217,3 +220,96 @@ def test_an_evaluation_is_compared_with_base_and_with_the_last_one_of_the_same_w
     everything = [base, older, last, other_work, now]
     assert comparable(everything, now.plan) == (base, last)
     assert comparable([now], now.plan) == (None, None)
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def checkpoint(store: Store, model_id: str, step: int, version: int) -> None:
+    document = CheckpointDocument(
+        step=step,
+        epoch=1,
+        version=version,
+        files={},
+        low_water={},
+        consumed=[],
+        closed_groups=[],
+        totals={},
+        seed=0,
+        created_at=0.0,
+    )
+    store.put(LAYOUT.model(model_id).checkpoint_marker(step), document.to_bytes())
+
+
+def done(run: RunConfig, store: Store, *choices: ModelVersion) -> None:
+    plan = make_plan(store, run, run_id="run-1", wanted=choices)
+    document = EvaluationDocument(
+        plan=plan, executions={"finalized": 2}, reward=None, created_at=1.0, duration_s=1.0
+    )
+    write_evaluation(store, LAYOUT, document)
+
+
+@pytest.fixture
+def saved(local_store: Store, tmp_path: Path) -> tuple[Store, RunConfig]:
+    """Twenty checkpoints of `a`, of a version each; `b` has none."""
+    commit(local_store, "a", *range(21))
+    commit(local_store, "b", 0)
+    for step in range(1, 21):
+        checkpoint(local_store, "a", step, version=step)
+    return local_store, config(tmp_path, evaluation={"every_checkpoints": 3})
+
+
+def test_every_nth_checkpoint_is_due_however_many_were_saved_at_once(saved: tuple[Store, RunConfig]) -> None:
+    store, run = saved
+    due = due_checkpoints(store, run, run_id="run-1")
+    assert [(d.model_id, d.version) for d in due] == [("a", v) for v in (18, 15, 12, 9, 6, 3)]
+
+
+def test_an_evaluated_version_is_not_due_whatever_its_partners_have_become(
+    saved: tuple[Store, RunConfig],
+) -> None:
+    store, run = saved
+    for version in (18, 15, 12, 9, 6):
+        done(run, store, ModelVersion(model_id="a", version=version))
+        commit(store, "b", version)  # `b` goes on meanwhile
+    assert [d.version for d in due_checkpoints(store, run, run_id="run-1")] == [3]
+    done(run, store, ModelVersion(model_id="a", version=3))
+    assert due_checkpoints(store, run, run_id="run-1") == []
+
+
+def test_another_task_set_makes_them_due_again(saved: tuple[Store, RunConfig], tmp_path: Path) -> None:
+    store, run = saved
+    done(run, store, ModelVersion(model_id="a", version=18))
+    assert run.workflow.held_out_tasks is not None
+    Path(run.workflow.held_out_tasks).write_text('{"n": 3}\n')
+    assert len(due_checkpoints(store, run, run_id="run-1")) == 6
+
+
+def test_a_checkpoint_without_its_marker_is_not_there_yet(saved: tuple[Store, RunConfig]) -> None:
+    store, run = saved
+    store.put(f"{LAYOUT.model('a').checkpoint(21)}/state.bin", b"half")
+    assert due_checkpoints(store, run, run_id="run-1")[0].version == 18
+
+
+def test_what_retention_took_away_changes_nothing_of_what_is_due(saved: tuple[Store, RunConfig]) -> None:
+    store, run = saved
+    for step in (1, 2, 4, 5, 7):
+        store.delete(LAYOUT.model("a").checkpoint_marker(step))
+    assert [d.version for d in due_checkpoints(store, run, run_id="run-1")] == [18, 15, 12, 9, 6, 3]
+
+
+def test_two_ways_of_saying_when_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="cron and interval_s are both set"):
+        config(tmp_path, evaluation={"cron": "* * * * *", "interval_s": 60})
+
+
+def test_a_gain_is_measured_task_by_task_over_those_both_have() -> None:
+    now = {"easy": [1.0], "hard": [0.5], "new": [1.0]}
+    gain = difference(now, {"easy": [0.8], "hard": [0.1, 0.3], "gone": [0.0]})
+    assert gain is not None
+    assert (gain.mean, gain.num_tasks) == (pytest.approx(0.25), 2)
+    assert gain.low < 0.25 < gain.high
+    alike = difference({"easy": [1.0], "hard": [0.4]}, {"easy": [0.8], "hard": [0.2]})
+    assert alike is not None
+    assert alike.high - alike.low == pytest.approx(0), "tasks differ, the gain does not"
+    assert difference(now, {}) is None

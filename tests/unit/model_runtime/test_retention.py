@@ -179,3 +179,18 @@ def test_a_long_run_takes_a_bounded_part_of_the_store(local_store: Store) -> Non
 def test_keeping_more_of_everything_is_refused(unbounded: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="set keep_last too"):
         config(**unbounded)
+
+
+def test_a_checkpoint_that_is_to_be_evaluated_stays_until_it_was(store: Store) -> None:
+    run = config(keep_last=2)
+    run = run.model_copy(update={"evaluation": run.evaluation.model_copy(update={"every_checkpoints": 2})})
+    begin_run(store, LAYOUT, run, epoch=1)
+    for step in (10, 20, 30, 50, 60):
+        version(store, step)
+        checkpoint(store, step, version=step)
+    sweep(store, LAYOUT, run, now=LONG_AGO)
+    assert sorted(checkpoint_steps(store, MODEL)) == [20, 50, 60]
+    assert store.exists(MODEL.version_marker(20))
+    write_evaluation(store, LAYOUT, evaluation(20, 0.5))
+    sweep(store, LAYOUT, run, now=LONG_AGO)
+    assert sorted(checkpoint_steps(store, MODEL)) == [50, 60]

@@ -100,6 +100,7 @@ class Prefect:
 class Runtime:
     trainer_status: TrainerStatus | None = status(step=2, steps_left=2)
     published_version: int | None = 2
+    incarnation = 1
 
 
 async def test_a_model_reports_under_keys_that_stay_the_same(

@@ -1,0 +1,55 @@
+"""When evaluations begin by themselves, as Prefect is told of it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
+
+from deployments.registration import CHECKPOINT_SCHEDULE, SCHEDULE, deployments_of
+from model_runtime.config import RunConfig
+
+NEWEST = {"versions": [{"model_id": "a", "version": "latest"}]}
+
+
+def evaluation(*, scheduled: bool = True, **settings: Any) -> Any:
+    config = RunConfig.model_validate(
+        {
+            "name": "shop",
+            "multi_model": {"models": [{"model_id": "a", "model_path": "/a"}]},
+            "agent_model_mapping": {"x": "a"},
+            "evaluation": settings,
+        }
+    )
+    made = deployments_of(config, version="1", scheduled=scheduled)
+    return next(d for d in made if d.flow_name == "evaluate")
+
+
+def test_cron_and_interval_evaluate_the_newest_versions() -> None:
+    (by_cron,) = evaluation(cron="*/10 * * * *").schedules
+    assert isinstance(by_cron.schedule, CronSchedule)
+    (by_interval,) = evaluation(interval_s=600).schedules
+    assert isinstance(by_interval.schedule, IntervalSchedule)
+    assert by_interval.schedule.interval == timedelta(minutes=10)
+    for schedule in (by_cron, by_interval):
+        assert (schedule.slug, schedule.parameters) == (SCHEDULE, NEWEST)
+
+
+def test_checkpoints_are_looked_for_each_minute_and_when_one_is_saved() -> None:
+    deployment = evaluation(cron="0 * * * *", every_checkpoints=5)
+    looked = {schedule.slug: schedule for schedule in deployment.schedules}
+    assert set(looked) == {SCHEDULE, CHECKPOINT_SCHEDULE}
+    assert looked[CHECKPOINT_SCHEDULE].schedule.interval == timedelta(minutes=1)
+    assert looked[CHECKPOINT_SCHEDULE].parameters == {}, "without versions: what is due the store says"
+    (trigger,) = deployment.triggers
+    assert trigger.expect == {"checkpoint.saved"}
+    assert trigger.match.root["prefect.resource.id"] == ["repertory.model.a"]
+
+
+def test_nothing_begins_by_itself_unless_it_is_asked_for() -> None:
+    assert not evaluation().schedules
+    assert not evaluation().triggers
+    quiet = evaluation(scheduled=False, cron="* * * * *", every_checkpoints=1)
+    assert not quiet.schedules
+    assert not quiet.triggers

@@ -1,0 +1,140 @@
+"""A run is evaluated while it trains, by a live gateway before a fake rollout server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model_runtime.config import RunConfig, StoreConfig
+from model_runtime.coordinator import begin_run, update_run
+from model_runtime.errors import ConflictError, RunFailedError
+from model_runtime.evaluation import ModelVersion
+from model_runtime.layout import RunLayout
+from model_runtime.store import open_store
+from tasks import live_evaluation
+from tasks.live_evaluation import LiveHold, evaluate_live, live_hold
+from tasks.rollout import drive
+from tests.gateway_harness import ADMIN_KEY, RUN_ID, GatewayHarness, live_gateway, make_config
+
+LAYOUT = RunLayout(RUN_ID)
+WORKFLOW = """
+async def run(task, session):
+    answer = await session.chat("planner", [{"role": "user", "content": task["question"]}])
+    return float(answer.content == "hello")
+"""
+
+
+class Reporter:
+    """Shows nothing: there is no Prefect here."""
+
+    def __init__(self, *_: Any) -> None:
+        self.note = lambda _: None
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def show(self, **_: Any) -> None:
+        return None
+
+
+@pytest.fixture(autouse=True)
+def without_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPERTORY_ADMIN_KEY", ADMIN_KEY)
+    monkeypatch.setattr(live_evaluation, "drive", drive.fn)
+    monkeypatch.setattr(live_evaluation, "RolloutReporter", Reporter)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    (tmp_path / "held_out_workflow.py").write_text(WORKFLOW)
+    (tmp_path / "held_out.jsonl").write_text('{"question": "a"}\n{"question": "b"}\n')
+    base = make_config()
+    workflow = base.workflow.model_copy(
+        update={
+            "function": "held_out_workflow:run",
+            "python_path": str(tmp_path),
+            "tasks": "unused",
+            "held_out_tasks": str(tmp_path / "held_out.jsonl"),
+        }
+    )
+    return base.model_copy(update={"workflow": workflow})
+
+
+@pytest.fixture
+def live(tmp_path: Path, config: RunConfig) -> Iterator[GatewayHarness]:
+    """A run under way: `plan` publishes version 3, `solve` version 5."""
+    store = open_store(StoreConfig(url=str(tmp_path / "store")))
+    with live_gateway(store) as harness:
+        harness.make_ready()
+        harness.renew("plan", published_version=3, live_versions=[3])
+        harness.renew("solve", published_version=5, live_versions=[5])
+        begin_run(store, LAYOUT, config, epoch=1)
+        update_run(store, LAYOUT, epoch=1, gateway_url=harness.url)
+        yield harness
+
+
+async def test_the_versions_current_at_the_start_answer_to_the_end_and_leave_no_training_rows(
+    live: GatewayHarness, config: RunConfig
+) -> None:
+    async with live_hold(live.store, LAYOUT, config, []) as hold:
+        assert hold is not None
+        chosen = [(c.model_id, c.version) for c in hold.choices(config)]
+        assert chosen == [("plan", 3), ("solve", 5)]
+        await asyncio.to_thread(live.renew, "plan", published_version=4, live_versions=[3, 4])
+        report = await evaluate_live(hold, config, run_id=RUN_ID, store=live.store)
+    assert report.executions == {"finalized": 2}
+    assert report.mean_reward == 1.0
+    assert {request["model"] for request in live.server.requests} == {"plan@v3"}
+    rows = live.rows("plan", evaluation=True)
+    assert [row.policy_version for row in rows] == [3, 3]
+    assert live.rows("plan") == []
+    assert live.gateway.holds.versions == {}, "released at the end"
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        [ModelVersion(model_id="plan", version="base")],
+        [ModelVersion(model_id="plan", version=1)],
+    ],
+)
+async def test_versions_that_the_run_does_not_serve_are_not_asked_of_it(
+    live: GatewayHarness, config: RunConfig, wanted: list[ModelVersion]
+) -> None:
+    async with live_hold(live.store, LAYOUT, config, wanted) as hold:
+        assert hold is None
+
+
+async def test_a_run_that_is_over_is_not_live(live: GatewayHarness, config: RunConfig) -> None:
+    update_run(live.store, LAYOUT, epoch=1, state="completed", gateway_url=None)
+    async with live_hold(live.store, LAYOUT, config, []) as hold:
+        assert hold is None
+
+
+async def test_a_gateway_that_is_gone_or_has_another_key_is_not_waited_for(
+    live: GatewayHarness, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPERTORY_ADMIN_KEY", "a-key-of-another-machine")
+    async with live_hold(live.store, LAYOUT, config, []) as hold:
+        assert hold is None
+    update_run(live.store, LAYOUT, epoch=1, gateway_url="http://127.0.0.1:9")
+    async with live_hold(live.store, LAYOUT, config, []) as hold:
+        assert hold is None
+
+
+async def test_an_evaluation_whose_versions_left_service_fails_and_says_so(
+    live: GatewayHarness, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(self: LiveHold) -> None:
+        raise ConflictError("version 3 of model 'plan' is not in service")
+
+    monkeypatch.setattr(LiveHold, "keep", lost)
+    live.server.delay_s = 5.0
+    async with live_hold(live.store, LAYOUT, config, []) as hold:
+        assert hold is not None
+        with pytest.raises(RunFailedError, match="version 3 of model 'plan' is not in service"):
+            await evaluate_live(hold, config, run_id=RUN_ID, store=live.store)
