@@ -342,6 +342,7 @@ def write_config(folder: Path, *, max_steps: int, store_url: str) -> Path:
         "python_path": str(CHAOS),
         "held_out_tasks": None,
         "group_size": 4,
+        "epochs": 100,  # the run ends with its steps
         "max_concurrent_executions": 16,
     }
     raw["store"] = {"url": store_url}

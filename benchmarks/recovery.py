@@ -1,0 +1,141 @@
+"""How long a run takes to be itself again after a process was killed.
+
+    python benchmarks/recovery.py [--roles trainer gateway …] [--repeats 1] [--json]
+
+The quickstart in small steps; each role is killed in turn with SIGKILL, and the seconds are told until
+every model has answered with a token again, and until every model has begun a training step it had not
+begun before. A role whose death ends the launch (parent, serve) is resumed at once by `repertory up
+--resume`, as a person would. Times of a shared machine say little by themselves: the row `nothing` is the
+same wait without a kill, the cadence of an undisturbed run. Exits with 1 when a role was not back within
+LIMIT_S.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from deployments.home import admin_key
+from model_runtime.coordinator import read_run
+from model_runtime.layout import number_in
+from tests.chaos.driver import LAYOUT, MODELS, ChaosRun
+from tests.chaos.victims import ROLES, Fault
+
+NOTHING = "nothing"
+USUAL = ("trainer", "vllm-engine", "gateway", "runtime")
+"""Killed without being asked; all of ROLES take a quarter of an hour."""
+LIMIT_S = 420.0
+CALM_S = 10.0
+"""Between a recovery and the next kill."""
+MANY_STEPS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    role: str
+    to_token_s: float | None
+    to_step_s: float | None
+
+
+class Rehearsal(ChaosRun):
+    """One run, killed again and again."""
+
+    def recover(self, role: str) -> Recovery:
+        tokens, steps, began = self._tokens(), self._steps(), time.monotonic()
+        if role != NOTHING:
+            self.strike(Fault(role, "SIGKILL", 0.0))
+        to_token: float | None = None
+        to_step: float | None = None
+        while (to_token is None or to_step is None) and time.monotonic() - began < LIMIT_S:
+            self.tick()
+            now = self._tokens()
+            if to_token is None and now and all(now[m] > 0 and now[m] != tokens.get(m, 0) for m in MODELS):
+                to_token = time.monotonic() - began
+            if to_step is None and all(n > steps[m] for m, n in self._steps().items()):
+                to_step = time.monotonic() - began
+        return Recovery(role, to_token, to_step)
+
+    def _tokens(self) -> dict[str, int]:
+        """Tokens sampled of each model, as the gateway of this moment counts; empty while there is none."""
+        run = read_run(self.store, LAYOUT)
+        if run is None or run.gateway_url is None:
+            return {}
+        try:
+            headers = {"Authorization": f"Bearer {admin_key()}"}
+            answer = httpx.get(
+                f"{run.gateway_url}/admin/status", headers=headers, timeout=2.0, trust_env=False
+            )
+            models = answer.raise_for_status().json()["models"]
+        except (httpx.HTTPError, ValueError):
+            return {}
+        return {m: models[m]["sampled_tokens"] for m in MODELS}
+
+    def _steps(self) -> dict[str, int]:
+        """The newest step that each model has begun."""
+        listed = {m: self.store.children(LAYOUT.model(m).batches()) for m in MODELS}
+        return {m: max((number_in(name) for name in names), default=0) for m, names in listed.items()}
+
+
+def rehearse(folder: Path, roles: list[str], repeats: int) -> list[Recovery]:
+    os.environ["REPERTORY_HOME"] = str(folder / "home")
+    run = Rehearsal(
+        folder, 0, max_steps=MANY_STEPS, limit_s=float("inf"), proxy=None, url=str(folder / "runs")
+    )
+    found = []
+    try:
+        run.launch()
+        run.until_trained()
+        for _ in range(repeats):
+            for role in [NOTHING, *roles]:
+                run.wait(CALM_S)
+                found.append(run.recover(role))
+                print(json.dumps(asdict(found[-1])), file=sys.stderr, flush=True)
+    finally:
+        run.clean_up()
+    return found
+
+
+def shown(values: list[float | None]) -> str:
+    if any(value is None for value in values):
+        return f"not within {LIMIT_S:.0f} s"
+    known = [value for value in values if value is not None]
+    spread = f" ({min(known):.0f}-{max(known):.0f})" if len(known) > 1 else ""
+    return f"{statistics.median(known):.1f} s{spread}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--roles", nargs="+", default=list(USUAL), choices=ROLES)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
+        found = rehearse(Path(folder), args.roles, args.repeats)
+    if args.json:
+        sys.stdout.write(json.dumps([asdict(r) for r in found], indent=1) + "\n")
+    else:
+        table = Table("killed", "to the next token of every model", "to the next step of every model")
+        for role in [NOTHING, *args.roles]:
+            of_role = [r for r in found if r.role == role]
+            table.add_row(role, shown([r.to_token_s for r in of_role]), shown([r.to_step_s for r in of_role]))
+        Console().print(table)
+    return 1 if any(r.to_token_s is None or r.to_step_s is None for r in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
