@@ -3,13 +3,17 @@ passes; against moto where no real one is configured."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -21,12 +25,16 @@ from model_runtime.errors import ObjectExistsError, StoreUnavailableError
 from model_runtime.layout import RunLayout, writer_id
 from model_runtime.log_reader import LogReader
 from model_runtime.patient_store import PatientStore
+from model_runtime.processes import free_port
+from model_runtime.protocol import ADMIN_KEY_ENV
 from model_runtime.store import Store, open_store
 from model_runtime.trainer import run_trainer
 from model_runtime.training_queue import QueueProgress
+from model_runtime.workspace import HOME_ENV
 from tests import fakes
 from tests.fake_servers import make_adapter_files
 from tests.faulty_proxy import FaultyProxy
+from tests.gateway_harness import make_config
 from tests.tiny_models import make_model
 from tests.training_log import TrainingFolder, make_groups, outcome
 
@@ -231,3 +239,34 @@ def test_a_version_written_through_faults_is_whole(behind: tuple[FaultyProxy, st
     write_version(store, LAYOUT, files, version=0, step=0, epoch=1)
     _, fetched = fetch_version(store, LAYOUT, 0)
     assert fetched == files
+
+
+def test_a_gateway_that_starts_while_its_store_is_away_waits_for_it(
+    behind: tuple[FaultyProxy, str], tmp_path: Path
+) -> None:
+    proxy, url = behind
+    config, port = tmp_path / "config.json", free_port()
+    config.write_text(json.dumps(make_config().model_dump(mode="json")))
+    command = [sys.executable, "-m", "gateway", "--run-id", "run", "--config", str(config)]
+    command += ["--store-url", url, "--epoch", "1", "--incarnation", "1", "--port", str(port)]
+    environment = os.environ | {ADMIN_KEY_ENV: "k" * 20, HOME_ENV: str(tmp_path)}
+    proxy.down()
+    with (tmp_path / "log").open("wb") as log:
+        gateway = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        until(lambda: "the store is unavailable" in (tmp_path / "log").read_text())
+        time.sleep(5)
+        assert gateway.poll() is None
+        proxy.up()
+        until(lambda: is_up(f"http://127.0.0.1:{port}/health") or gateway.poll() is not None)
+        assert gateway.poll() is None
+    finally:
+        gateway.kill()
+        gateway.wait()
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=1.0, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
