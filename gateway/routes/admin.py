@@ -42,10 +42,11 @@ async def hold_versions(request: Request, evaluation_id: str, body: HoldRequest)
     return gateway_of(request).holds.hold(evaluation_id, body)
 
 
-@control.delete("/admin/evaluations/{evaluation_id}", dependencies=[Depends(require_admin)], status_code=204)
-async def release_versions(request: Request, evaluation_id: str) -> None:
-    """The evaluation is over: what it held may leave."""
+@control.delete("/admin/evaluations/{evaluation_id}", dependencies=[Depends(require_admin)])
+async def release_versions(request: Request, evaluation_id: str) -> HoldAnswer:
+    """The evaluation is over: what it held may leave. Answers what it holds now, which is nothing."""
     gateway_of(request).holds.release(evaluation_id)
+    return HoldAnswer(evaluation_id=evaluation_id, versions={})
 
 
 @control.get("/admin/status", dependencies=[Depends(require_admin)])
