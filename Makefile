@@ -36,8 +36,9 @@ bench: install  ## every benchmark, one after the other
 doctor: install  ## what this machine lacks for the quickstart
 	@.venv/bin/repertory doctor examples/quickstart/config.yaml
 
-gpu-check: install  ## one NVIDIA GPU: CUDA vLLM, swap, exactness, a training step (8 minutes at most)
+gpu-check: install  ## one NVIDIA GPU: CUDA vLLM, swap, exactness, a training step (8 minutes at most), gpu tests
 	@$(PY) deployments/gpu_check.py
+	@$(PY) -m pytest -m gpu -k "not cuda_build"
 
 chaos: install  ## kill, stop and break what runs, by seed, and check the books (an hour)
 	@$(PY) -m tests.chaos.driver --seeds 1 2 3 4 5 --faults 8 --steps 20 --stop-s 60

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from model_runtime.batching import RowLayout
 from model_runtime.errors import ConfigError
+from model_runtime.gated_mlp import fuse_gated_mlps
 from model_runtime.lora_linear import fuse_lora
 from model_runtime.packed_attention import IMPLEMENTATION, PackedLayout
 from model_runtime.packing import Segment, pack
@@ -45,6 +46,8 @@ class Forward:
         fuse_lora(model, dtype=self._autocast)
         if trainer.kernels == "liger":
             _use_liger(model, where)
+        else:
+            fuse_gated_mlps(model, dtype=self._autocast)
         if trainer.attention == "flash":
             _require("flash_attn", f"{where}.attention: flash", "flash-attn")
         self._head = head_of(model)

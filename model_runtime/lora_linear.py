@@ -7,13 +7,23 @@ and does the adapter's part in float32 whatever the base is. PEFT still owns the
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, nn
 
 _ADAPTER = "default"
+
+
+class Factors(NamedTuple):
+    """What a LoRA layer multiplies by."""
+
+    weight: Tensor
+    bias: Tensor | None
+    a: Tensor
+    b: Tensor
+    scale: float
 
 
 def fuse_lora(model: nn.Module, *, dtype: torch.dtype | None) -> None:
@@ -23,15 +33,24 @@ def fuse_lora(model: nn.Module, *, dtype: torch.dtype | None) -> None:
     part in float32.
     """
     for module in model.modules():
-        if isinstance(module, PeftLinear) and type(module.base_layer) is nn.Linear:
+        if is_plain_lora(module):
             module.forward = partial(_forward, module, dtype)
 
 
-def _forward(module: PeftLinear, dtype: torch.dtype | None, x: Tensor) -> Tensor:
+def is_plain_lora(module: nn.Module) -> TypeGuard[PeftLinear]:
+    """Whether it is a LoRA layer over a plain linear module."""
+    return isinstance(module, PeftLinear) and type(module.base_layer) is nn.Linear
+
+
+def factors_of(module: PeftLinear) -> Factors:
     base: Any = module.base_layer
     a, b = (getattr(module, f"lora_{side}")[_ADAPTER].weight for side in "AB")
+    return Factors(base.weight, base.bias, a, b, module.scaling[_ADAPTER])
+
+
+def _forward(module: PeftLinear, dtype: torch.dtype | None, x: Tensor) -> Tensor:
     function: Any = _LoRALinear
-    return function.apply(x, base.weight, base.bias, a, b, module.scaling[_ADAPTER], dtype)
+    return function.apply(x, dtype, *factors_of(module))
 
 
 class _LoRALinear(torch.autograd.Function):
@@ -39,44 +58,75 @@ class _LoRALinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        dtype: torch.dtype | None,
         weight: Tensor,
         bias: Tensor | None,
         a: Tensor,
         b: Tensor,
         scale: float,
-        dtype: torch.dtype | None,
     ) -> Tensor:
-        base_dtype, adapter_dtype = (weight.dtype, a.dtype) if dtype is None else (dtype, dtype)
-        flat = x.reshape(-1, x.shape[-1])
-        inner = flat.to(adapter_dtype) @ a.to(adapter_dtype).t()
-        output = torch.nn.functional.linear(
-            flat.to(base_dtype), weight.to(base_dtype), None if bias is None else bias.to(base_dtype)
-        )
-        if adapter_dtype == base_dtype:
-            output.addmm_(inner, b.to(adapter_dtype).t(), alpha=scale)
-        else:
-            output = torch.addmm(output.to(adapter_dtype), inner, b.t(), alpha=scale).to(base_dtype)
+        factors = Factors(weight, bias, a, b, scale)
+        output, inner = product(x.reshape(-1, x.shape[-1]), factors, dtype)
         ctx.save_for_backward(x, weight, a, b, inner)
-        ctx.scale, ctx.dtypes = scale, (base_dtype, adapter_dtype)
+        ctx.scale, ctx.dtype = scale, dtype
         return output.view(*x.shape[:-1], -1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         x, weight, a, b, inner = ctx.saved_tensors
-        base_dtype, adapter_dtype = ctx.dtypes
-        grad = grad.reshape(-1, grad.shape[-1])
-        adapter_grad = grad.to(adapter_dtype)
-        grad_b = (adapter_grad.t() @ inner).to(b.dtype).mul_(ctx.scale)
-        grad_inner = adapter_grad @ b.to(adapter_dtype)
-        grad_inner *= ctx.scale
-        grad_a = (grad_inner.t() @ x.reshape(-1, x.shape[-1]).to(adapter_dtype)).to(a.dtype)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad.to(base_dtype) @ weight.to(base_dtype)
-            if adapter_dtype == base_dtype:
-                grad_x.addmm_(grad_inner, a.to(adapter_dtype))
-            else:
-                grad_x = torch.addmm(grad_x.to(adapter_dtype), grad_inner, a)
+        factors = Factors(weight, None, a, b, ctx.scale)
+        flat, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        grad_x, grad_a, grad_b = product_backward(
+            grad, flat, inner, factors, ctx.dtype, of_x=ctx.needs_input_grad[0]
+        )
+        if grad_x is not None:
             grad_x = grad_x.to(x.dtype).view(x.shape)
-        return grad_x, None, None, grad_a, grad_b, None, None
+        return grad_x, None, None, None, grad_a, grad_b, None
+
+
+def _types(factors: Factors, dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
+    """Of the base's product and of the adapter's."""
+    return (factors.weight.dtype, factors.a.dtype) if dtype is None else (dtype, dtype)
+
+
+def product(x: Tensor, factors: Factors, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """(y, x·Aᵀ) of flat x; the latter is for `product_backward`."""
+    weight, bias, a, b, scale = factors
+    base_dtype, adapter_dtype = _types(factors, dtype)
+    inner = x.to(adapter_dtype) @ a.to(adapter_dtype).t()
+    output = torch.nn.functional.linear(
+        x.to(base_dtype), weight.to(base_dtype), None if bias is None else bias.to(base_dtype)
+    )
+    if adapter_dtype == base_dtype:
+        output.addmm_(inner, b.to(adapter_dtype).t(), alpha=scale)
+    else:
+        output = torch.addmm(output.to(adapter_dtype), inner, b.t(), alpha=scale).to(base_dtype)
+    return output, inner
+
+
+def product_backward(
+    grad: Tensor,
+    x: Tensor,
+    inner: Tensor,
+    factors: Factors,
+    dtype: torch.dtype | None,
+    *,
+    of_x: bool = True,
+) -> tuple[Any, Tensor, Tensor]:
+    """Gradients of flat x (None unless `of_x`), A and B."""
+    weight, _, a, b, scale = factors
+    base_dtype, adapter_dtype = _types(factors, dtype)
+    adapter_grad = grad.to(adapter_dtype)
+    grad_b = (adapter_grad.t() @ inner).to(b.dtype).mul_(scale)
+    grad_inner = adapter_grad @ b.to(adapter_dtype)
+    grad_inner *= scale
+    grad_a = (grad_inner.t() @ x.to(adapter_dtype)).to(a.dtype)
+    if not of_x:
+        return None, grad_a, grad_b
+    grad_x = grad.to(base_dtype) @ weight.to(base_dtype)
+    if adapter_dtype == base_dtype:
+        grad_x.addmm_(grad_inner, a.to(adapter_dtype))
+    else:
+        grad_x = torch.addmm(grad_x.to(adapter_dtype), grad_inner, a)
+    return grad_x, grad_a, grad_b

@@ -33,6 +33,7 @@ _TRAINER = (
     "adapters",
     "batching",
     "forward",
+    "gated_mlp",
     "lora_linear",
     "packed_attention",
     "token_head",

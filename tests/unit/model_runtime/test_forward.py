@@ -1,17 +1,15 @@
 """However a step is computed (packed, shared, split, checkpointed, compiled), loss and gradient are those of
 the plain padded way: transformers and PEFT as they come, all logits, one pass."""
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from model_runtime import packed_attention, token_head
+from model_runtime import forward, packed_attention, token_head
 from model_runtime.batching import micro_batches
 from model_runtime.config import ModelConfig
 from model_runtime.errors import ConfigError
@@ -21,10 +19,9 @@ from model_runtime.objective import BatchObjective, Frozen
 from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.policy import Policy
 from model_runtime.token_head import hidden_logprobs
-from tests.fakes import make_trajectory
+from tests.random_batches import LONGEST, batch_of, flat_gradient, masks
 from tests.tiny_models import make_adapter, make_model
 
-LONGEST = 512  # positions the model has
 OBJECTIVE = {"entropy_coef": 0.01, "importance_weight_cap": None}
 
 
@@ -53,34 +50,6 @@ def config(base, adapter, **trainer):
     )
 
 
-def row(prompt, mask, rng, *, trained=None):
-    mask = np.asarray(mask)
-    sampled = mask if mask.any() else np.ones_like(mask)  # a trajectory samples something
-    behavior = np.where(sampled, -rng.random(len(mask)) * 6, 0).astype(np.float32)
-    trajectory = make_trajectory(
-        mask=sampled,
-        prompt_ids=np.asarray(prompt, dtype=np.int32),
-        response_ids=rng.integers(3, 384, len(mask)).astype(np.int32),
-        behavior_logprobs=behavior,
-    )
-    loss_mask = np.asarray(mask if trained is None else trained, dtype=np.int8)
-    return SimpleNamespace(
-        trajectory=trajectory, advantage=float(rng.normal()), loss_mask=loss_mask, turn_advantages=None
-    )
-
-
-def batch_of(prompt_tokens, masks, seed):
-    """Groups that share prompts; rows of one token, without a trained one, and the longest there can be."""
-    rng = np.random.default_rng(seed)
-    prompts = [rng.integers(3, 384, n) for n in prompt_tokens]
-    rows = []
-    for i, mask in enumerate(masks):
-        prompt = prompts[i % len(prompts)]
-        mask = [1] * (LONGEST - len(prompt)) if mask == "longest" else mask
-        rows.append(row(prompt, mask, rng))
-    return rows
-
-
 class Reference:
     """Loss and gradient by the shortest way there is."""
 
@@ -104,10 +73,6 @@ class Reference:
         return objective.pg_loss(), flat_gradient(
             {n.replace(".default", ""): p for n, p in self.model.named_parameters() if p.requires_grad}
         )
-
-
-def flat_gradient(parameters):
-    return torch.cat([parameters[name].grad.flatten() for name in sorted(parameters)])
 
 
 def ours(learner, rows):
@@ -144,18 +109,6 @@ def learners(base, adapter):
     }
 
 
-masks = st.lists(
-    st.one_of(
-        st.lists(st.integers(0, 1), min_size=1, max_size=12),
-        st.just([0, 0, 0]),  # fully masked
-        st.just([1]),  # one token
-        st.just([0] * 9 + [1]),  # a first turn of context only
-    ),
-    min_size=1,
-    max_size=7,
-)
-
-
 @pytest.mark.parametrize("budget", [48, 4096])
 @pytest.mark.parametrize("variant", VARIANTS)
 @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -187,8 +140,8 @@ def test_chunks_of_the_head_change_nothing(reference, learners, monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # torch's tracer warns of what it does itself
 def test_compiled_layers_give_the_same(base, adapter, reference):
     learner = Learner(config(base, adapter, compile=True), seed=0)
-    for seed in range(3):  # three shapes: the compiled code must not be one shape's
-        rows = batch_of([30, 5 + seed], [[1] * (20 + 7 * seed), [1], [0, 0], [1, 0, 1, 1]], seed=seed)
+    for seed, long in enumerate(([1] * 20, [1] * 27, "longest")):  # compiled code must not be one shape's
+        rows = batch_of([30, 5 + seed], [long, [1], [0, 0], [1, 0, 1, 1]], seed=seed)
         assert_same(ours(learner, rows), reference(rows))
 
 
@@ -197,6 +150,40 @@ def test_shared_tokens_are_not_computed_again(base, adapter):
     rows = batch_of([100], [[1] * 5] * 4, seed=0)
     (one,) = micro_batches(rows, micro_batch_tokens=4096, layout=policy.row_layout)
     assert one.input_ids_BL.shape == (1, 100 + 4 * 4)
+
+
+def kept_bytes(policy, rows):
+    """What a forward pass keeps for its backward pass."""
+    found = {}
+
+    def keep(tensor):
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    (one,) = micro_batches(rows, micro_batch_tokens=4096, layout=policy.row_layout)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.logprobs(one.tensors("cpu"), one.segments)
+    return sum(found.values())
+
+
+def test_of_a_gated_block_gate_and_up_alone_are_kept(base, adapter, monkeypatch):
+    rows = batch_of([100], [[1] * 30] * 4, seed=0)
+    fused = kept_bytes(Policy(config(base, adapter), seed=0), rows)
+    monkeypatch.setattr(forward, "fuse_gated_mlps", lambda *args, **settings: None)
+    plain_policy = Policy(config(base, adapter), seed=0)
+    settings = AutoModelForCausalLM.from_pretrained(base).config
+    num_tokens = 100 + 4 * 29
+    saved = 2 * num_tokens * settings.intermediate_size * settings.num_hidden_layers * 4
+    assert kept_bytes(plain_policy, rows) - fused == pytest.approx(saved, rel=0.02)
+
+
+def test_a_block_that_only_looks_gated_stays_as_it_is(base, adapter, monkeypatch):
+    plain = Qwen3MLP.forward
+    monkeypatch.setattr(Qwen3MLP, "forward", lambda self, x: 2 * plain(self, x))
+    policy = Policy(config(base, adapter), seed=0)
+    blocks = [m for m in policy._forward._model.modules() if isinstance(m, Qwen3MLP)]
+    assert blocks
+    assert not any("forward" in vars(block) for block in blocks)
 
 
 # ------------------------------------------------------------------ the head

@@ -13,7 +13,8 @@ from model_runtime.batch_source import no_signal_bound
 from model_runtime.config_file import parse_config
 from model_runtime.documents import EpochClaim
 from model_runtime.errors import StoreError
-from model_runtime.layout import RunLayout
+from model_runtime.layout import RunLayout, writer_id
+from model_runtime.learner import Learner
 from model_runtime.metrics import read_metrics
 from model_runtime.store import open_store
 from model_runtime.trainer import run_trainer
@@ -272,11 +273,13 @@ def test_a_seed_that_changed_is_refused(folder):
 # ------------------------------------------------------------------ writing beside the loop
 
 
-def store_that(monkeypatch, hook):
+def store_that(monkeypatch, hook, *, after_read=lambda key: None):
     """The trainer's store, calling `hook(key)` before each write."""
 
     def opened(config):
         store = open_store(config)
+        read = store.get
+        monkeypatch.setattr(store, "get", lambda key, **how: (read(key, **how), after_read(key))[0])
         for name in ("put", "put_if_absent"):
             write = getattr(store, name)
             monkeypatch.setattr(store, name, lambda key, data, write=write: (hook(key), write(key, data))[1])
@@ -300,6 +303,27 @@ def test_training_goes_on_while_a_checkpoint_is_being_written(folder, monkeypatc
     assert train(folder) == 0
     assert later_step.is_set()
     assert folder.status().checkpoint_step == 7
+
+
+def test_the_logs_next_shard_is_read_while_a_batch_trains(folder, monkeypatch):
+    next_shard = folder.layout.log_shard(writer_id(1, 1), 1)
+    was_read = threading.Event()
+    update = Learner.update
+
+    def hook(key):
+        if key == folder.layout.batch(1):  # between the batch and its update
+            folder.write_groups(make_groups(2, first=2), seq=1)
+
+    def waiting(learner, rows, **settings):
+        assert was_read.wait(30), "nobody reads the log meanwhile"
+        return update(learner, rows, **settings)
+
+    store_that(monkeypatch, hook, after_read=lambda key: was_read.set() if key == next_shard else None)
+    monkeypatch.setattr(Learner, "update", waiting)
+    folder.write_groups(make_groups(2))
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+    assert train(folder) == 0
+    assert len(folder.batches()) == 2
 
 
 def test_a_write_that_fails_beside_the_loop_ends_training_with_its_error(folder, monkeypatch):
