@@ -218,6 +218,13 @@ def deploy(
     queue: Annotated[
         str | None, typer.Option(help="Work queue of the pool; its default if left out.", metavar="NAME")
     ] = None,
+    image: Annotated[
+        str,
+        typer.Option(
+            help="Image of the application, for pools of containers; of models: with -vllm after its name.",
+            metavar="NAME",
+        ),
+    ] = "repertory",
     json: JsonOption = False,
 ) -> None:
     """Register the config on your Prefect server (PREFECT_API_URL), to be run by the workers of a pool.
@@ -238,7 +245,7 @@ def deploy(
     wanted = deployments_of(
         settings, version=version, scheduled=True, work_pool_name=pool, work_queue_name=queue
     )
-    done = asyncio.run(register(settings, wanted))
+    done = asyncio.run(register(settings, wanted, image=image))
     if json:
         sys.stdout.write(json_format.dumps(dataclasses.asdict(done), indent=1, default=str) + "\n")
         return
@@ -251,6 +258,9 @@ def deploy(
     ):
         for name in names:
             screen.print(f"{what} {name}", highlight=False, soft_wrap=True)
+    if done.pool_type in ("docker", "kubernetes"):
+        screen.print(f"docs/cluster.md says what a {done.pool_type} pool needs.", highlight=False)
+        return
     screen.print(
         f"Each worker of {pool!r} ({done.pool_type}) needs Repertory installed and REPERTORY_ADMIN_KEY set "
         f"to one secret of at least 16 characters:\n  prefect worker start --pool {pool}\n"

@@ -27,6 +27,7 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import get_current_settings
 
 from deployments.automations import Automated, automate
+from deployments.infrastructure import DEFAULT_IMAGE, job_variables
 from deployments.registration import CHECKPOINT_SCHEDULE, RETIRED, SCHEDULE, config_tag
 from model_runtime.config import RunConfig
 from model_runtime.errors import ConfigError, PrefectError
@@ -50,7 +51,9 @@ class Deployed:
     automations: Automated
 
 
-async def deploy(config: RunConfig, wanted: Sequence[RunnerDeployment]) -> Deployed:
+async def deploy(
+    config: RunConfig, wanted: Sequence[RunnerDeployment], *, image: str = DEFAULT_IMAGE
+) -> Deployed:
     """Register the deployments of this config, and retire models that it no longer names.
 
     `wanted`: `deployments_of(config, …)` on a work pool, made outside of an event loop, where Prefect would
@@ -69,6 +72,9 @@ async def deploy(config: RunConfig, wanted: Sequence[RunnerDeployment]) -> Deplo
         async with get_client() as client:
             pool = await _require_pool(client, work_pool)
             for deployment in wanted:
+                deployment.job_variables = job_variables(
+                    pool.type, config, flow_name=deployment.flow_name or "", name=deployment.name, image=image
+                )
                 await _register(client, deployment)
             retired = await _retire(client, config)
             async with asyncio.timeout(2 * CALL_LIMIT_S):

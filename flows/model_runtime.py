@@ -11,6 +11,7 @@ from prefect.states import Cancelled
 
 from model_runtime.config import RunConfig
 from model_runtime.layout import RunLayout
+from model_runtime.own_address import place_servers
 from model_runtime.patient_store import open_patient_store
 from model_runtime.runtime import ModelAsyncRuntime
 from tasks.alerts import TrainingWatch
@@ -46,6 +47,7 @@ async def model_runtime(
         incarnation: Counts the starts of this model within the epoch.
     """
     await load_credentials(config.store)
+    config = place_servers(config, model_id)
     core = ModelAsyncRuntime(
         config=config,
         model_id=model_id,

@@ -45,6 +45,7 @@ from model_runtime.errors import (
     SupersededError,
 )
 from model_runtime.layout import RunLayout
+from model_runtime.own_address import place_gateway
 from model_runtime.patient_store import open_patient_store
 from model_runtime.protocol import ModelStatus, TrainerState
 from model_runtime.retention import sweep
@@ -221,6 +222,7 @@ async def take_over(config: RunConfig, run_id: str, place: ExitStack) -> Run:
     """
     for warning in config.warnings():
         log.warning("%s", warning)
+    config = place_gateway(config)
     store, layout = open_patient_store(config.store), RunLayout(run_id)
     await asyncio.to_thread(store.check)
     await asyncio.to_thread(refuse_unsafe_resume, store, layout, config)

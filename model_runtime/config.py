@@ -106,7 +106,7 @@ class RolloutConfig(Section):
     the model says is its answer."""
     host: str = "127.0.0.1"
     """Address the servers listen on: loopback or one of the private network, because what loads and unloads
-    adapters is open to whoever reaches it."""
+    adapters is open to whoever reaches it; or auto, the machine's own, as in a pod."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Limit for one server to become ready."""
     max_restarts: int = Field(default=5, ge=0)
@@ -120,7 +120,7 @@ class RolloutConfig(Section):
     @field_validator("host")
     @classmethod
     def _not_public(cls, host: str) -> str:
-        if host == "localhost":
+        if host in ("localhost", "auto"):
             return host
         try:
             address = ipaddress.ip_address(host)

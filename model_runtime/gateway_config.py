@@ -45,13 +45,13 @@ class GatewayConfig(Section):
     mode: Literal["multi_model_router"] = "multi_model_router"
     """The RFC's mode; the only one."""
     host: str = "127.0.0.1"
-    """Address agents reach the gateway at. Anything but loopback exposes the models to that network (session
-    keys are asked)."""
+    """Address agents reach the gateway at; auto: the machine's own, as in a pod. Anything but loopback
+    exposes the models to that network (session keys are asked)."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """Port for agents. None: a free one, kept for the whole life of the run."""
     admin_host: str = "127.0.0.1"
-    """Address of the control API: groups, opening sessions, models, status, metrics. It has a listener and a
-    key of its own. Anything but loopback sends that key over that network."""
+    """Address of the control API, or auto: groups, opening sessions, models, status, metrics. It has a
+    listener and a key of its own. Anything but loopback sends that key over that network."""
     admin_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the control API. None: a free one, kept for the whole life of the run."""
     public_url: str | None = None

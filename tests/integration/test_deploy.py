@@ -32,6 +32,7 @@ from tests.integration.test_prefect_lifecycle import QUICKSTART, short_config
 pytestmark = pytest.mark.integration
 
 POOL = "machines"
+ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 120
 ADMIN_KEY = "an-admin-key-of-this-test"
 
@@ -210,6 +211,28 @@ def test_a_run_with_a_bad_value_is_refused_by_the_server_and_never_created(
         assert complaint in refused.json()["detail"]
     taken = httpx.post(url, json={"parameters": {"seed": 3, "max_steps": 2}}, timeout=10, trust_env=False)
     assert taken.status_code == 201
+
+
+def test_prefects_own_command_line_deploys_from_prefect_yaml(environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "prefect", "--no-prompt", "deploy"),
+            *("--prefect-file", "deployments/prefect.yaml", "--all"),
+        ],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = deployed(environment)
+    assert {"model_runtime/default", "rollout/default"} <= made.keys()
+    training = made["multi_model_training/quickstart"]
+    assert training["parameters"] == {"config_from": "examples/quickstart/config.yaml"}
+    assert training["work_pool_name"] == POOL
+    (step,) = training["pull_steps"]
+    assert step["prefect.deployments.steps.set_working_directory"]["directory"] == str(ROOT)
 
 
 def automations(environment: dict[str, str]) -> dict[str, dict[str, Any]]:
