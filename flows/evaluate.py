@@ -73,7 +73,7 @@ async def evaluate(
     run_id: RunId = "",
     versions: list[ModelVersion] = [],  # noqa: B006 - a flow's defaults are its form's
     config_from: str = "",
-    config: ConfigBox = None,
+    config: ConfigBox = {},  # noqa: B006
 ) -> Any:
     """Works on the held-out tasks, outside of any training.
 

@@ -140,21 +140,21 @@ def _run_name() -> str:
 )
 async def multi_model_training(
     run_id: RunId = "",
-    seed: Seed = None,
-    max_steps: StepLimit = None,
-    max_duration_s: TimeLimit = None,
+    seed: Seed = -1,
+    max_steps: StepLimit = 0,
+    max_duration_s: TimeLimit = 0,
     config_from: str = "",
     models: list[ModelChoice] = [],  # noqa: B006 - a flow's defaults are its form's
     agents: list[AgentRoute] = [],  # noqa: B006
-    config: ConfigBox = None,
+    config: ConfigBox = {},  # noqa: B006
 ) -> Any:
     """Trains several policies at once from the work of a multi-agent system.
 
     Args:
         run_id: Name of the run. The name of an earlier run goes on with it. Empty: a new name.
-        seed: Seeds adapters, task order and samplers. Empty: as the config says.
-        max_steps: Training steps after which each model is only served. Empty: as the config says.
-        max_duration_s: The run drains after this many seconds. Empty: as the config says.
+        seed: Seeds adapters, task order and samplers. -1: as the config says.
+        max_steps: Training steps after which each model is only served. 0: as the config says.
+        max_duration_s: The run drains after this many seconds. 0: as the config says.
         config_from: Name of another registered config, or path of a YAML file on the machine that runs this, in place of the config below. Empty: the config below.
         models: The policies. Empty: as the config says.
         agents: Which model answers for which agent. Empty: as the config says.

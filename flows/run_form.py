@@ -36,10 +36,11 @@ CALL_LIMIT_S = 30.0
 
 RunId = Annotated[str, StringConstraints(pattern=r"^([a-z0-9][a-z0-9_.-]{0,62})?$")]
 
-# Plain number fields in the form, where Prefect draws a pair of tabs for "a number or null".
-Seed = Annotated[int | None, WithJsonSchema({"type": "integer", "minimum": 0})]
-StepLimit = Annotated[int | None, WithJsonSchema({"type": "integer", "minimum": 1})]
-TimeLimit = Annotated[float | None, WithJsonSchema({"type": "number", "exclusiveMinimum": 0})]
+# The dashboard submits an empty field as null and draws "a number or null" as a pair of tabs, so each has a
+# number that stands for "as the config says".
+Seed = Annotated[int, Field(ge=-1)]
+StepLimit = Annotated[int, Field(ge=0)]
+TimeLimit = Annotated[float, Field(ge=0)]
 
 
 class _AsJson:
@@ -51,11 +52,11 @@ class _AsJson:
     def __get_pydantic_json_schema__(
         self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        whole, _null = handler(core_schema)["anyOf"]
-        return {"type": "object", "if": {}, "then": whole}
+        whole, _nothing = handler(core_schema)["anyOf"]
+        return {"type": "object", "if": {"minProperties": 1}, "then": whole}
 
 
-ConfigBox = Annotated[RunConfig | None, _AsJson()]
+ConfigBox = Annotated[RunConfig | dict[str, Any], _AsJson()]
 """The type of a flow's `config` in its form. Flows get it as Prefect holds it, a mapping."""
 
 
@@ -114,9 +115,9 @@ async def settled_config(
     config_from: str = "",
     models: Sequence[Any] = (),
     agents: Sequence[Any] | Mapping[str, str] = (),
-    seed: int | None = None,
-    max_steps: int | None = None,
-    max_duration_s: float | None = None,
+    seed: int = -1,
+    max_steps: int = 0,
+    max_duration_s: float = 0,
 ) -> RunConfig:
     """The config of a run: `config`, or what `config_from` names, with each other field that is given put in
     its place; and the keys of its store in the environment. Raises ConfigError with one line a mistake."""
@@ -127,8 +128,11 @@ async def settled_config(
         raw["multi_model"] = {"models": [choice.over(before.get(choice.model_id)) for choice in chosen]}
     if agents:
         raw["agent_model_mapping"] = agents if isinstance(agents, Mapping) else list(agents)
-    raw |= {k: v for k, v in {"seed": seed, "max_duration_s": max_duration_s}.items() if v is not None}
-    if max_steps is not None:
+    if seed >= 0:
+        raw["seed"] = seed
+    if max_duration_s:
+        raw["max_duration_s"] = max_duration_s
+    if max_steps:
         trained = [m if m.get("kind") == "frozen" else {**m, "max_steps": max_steps} for m in _models_of(raw)]
         raw["multi_model"] = {**(raw.get("multi_model") or {}), "models": trained}
     settled = parse_config(raw, source="the run's settings")

@@ -203,7 +203,7 @@ def test_a_run_with_a_bad_value_is_refused_by_the_server_and_never_created(
     assert shown["seed"]["default"] == 0
     url = f"{environment['PREFECT_API_URL']}/deployments/{training['id']}/create_flow_run"
     for given, complaint in (
-        ({"seed": -1}, "'seed'. Failure reason: -1 is less than the minimum of 0"),
+        ({"seed": -2}, "'seed'. Failure reason: -2 is less than the minimum of -1"),
         ({"config": {"multi_model": {"models": []}}}, "config"),
     ):
         refused = httpx.post(url, json={"parameters": given}, timeout=10, trust_env=False)

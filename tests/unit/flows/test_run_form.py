@@ -76,10 +76,10 @@ def rest(**model: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"seed": -1}, "'seed'. Failure reason: -1 is less than the minimum of 0"),
-        ({"max_steps": 0}, "'max_steps'. Failure reason: 0 is less than the minimum of 1"),
+        ({"seed": -2}, "'seed'. Failure reason: -2 is less than the minimum of -1"),
+        ({"max_steps": -1}, "'max_steps'. Failure reason: -1 is less than the minimum of 0"),
         ({"max_steps": "many"}, "'max_steps'. Failure reason: 'many' is not of type 'integer'"),
-        ({"max_duration_s": 0}, "'max_duration_s'. Failure reason: 0 is less than or equal to the minimum"),
+        ({"max_duration_s": -1}, "'max_duration_s'. Failure reason: -1 is less than the minimum of 0"),
         ({"run_id": "My Run"}, "'run_id'. Failure reason: 'My Run' does not match"),
         (
             {"models": [{"model_id": "a", "model_path": "/a", "kind": "frosen"}]},
@@ -108,11 +108,19 @@ def test_what_deploy_fills_in_passes_the_server_and_is_the_config_again() -> Non
     common: dict[str, Any] = {"version": "1", "scheduled": False}
     training = deployments_of(config, **common)[-1]
     shown = training._parameter_openapi_schema.model_dump()
-    form = {name: p["default"] for name, p in shown["properties"].items() if p["default"] is not None}
+    form = {name: p["default"] for name, p in shown["properties"].items()}
     assert form["max_steps"] == 22
     assert form["models"][1]["model_id"] == "solver_model"
     submitted = form | training.parameters
     validate(submitted, shown, raise_on_error=True)
+
+
+@pytest.mark.parametrize("flow", [multi_model_training, evaluate], ids=lambda flow: flow.name)
+def test_the_server_takes_a_form_that_nobody_filled_in(flow: Flow[..., Any]) -> None:
+    """The dashboard submits every default, so none may be of another type than its field."""
+    defaults = {name: field["default"] for name, field in schema(flow)["properties"].items()}
+    assert None not in defaults.values()
+    validate(defaults, schema(flow), raise_on_error=True)
 
 
 async def test_a_form_submitted_as_it_was_shown_gives_the_config_itself() -> None:
