@@ -112,7 +112,12 @@ class FaultyProxy:
         self.num_requests += 1
         transport = request.transport
         self._open = {t for t in self._open if not t.is_closing()} | {transport}
-        return await self._pass_on(request, transport)
+        try:
+            return await self._pass_on(request, transport)
+        except ConnectionResetError:
+            return web.Response(
+                status=499
+            )  # nobody reads it: the connection was broken on purpose, or given up
 
     async def _pass_on(self, request: web.Request, transport: asyncio.Transport) -> web.StreamResponse:
         body = await request.read()
