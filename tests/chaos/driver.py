@@ -85,6 +85,9 @@ class ChaosRun:
         self._versions: dict[tuple[str, int], str] = {}
         self._looked = 0.0
         self.store: Store = open_store(StoreConfig(url=url))
+        # A look at a store that is broken must not keep the driver from mending it in time.
+        hasty = StoreConfig(url=url, max_attempts=1, read_timeout_s=2.0, operation_timeout_s=3.0)
+        self._looking: Store = open_store(hasty)
 
     @property
     def up(self) -> Up:
@@ -238,13 +241,13 @@ class ChaosRun:
         try:
             for model_id in MODELS:
                 layout = LAYOUT.model(model_id)
-                for name in self.store.children(layout.versions()):
+                for name in self._looking.children(layout.versions()):
                     number = number_in(name)
-                    if (model_id, number) in self._versions or not self.store.exists(
+                    if (model_id, number) in self._versions or not self._looking.exists(
                         layout.version_marker(number)
                     ):
                         continue
-                    data = self.store.get(layout.version_marker(number))
+                    data = self._looking.get(layout.version_marker(number))
                     document = VersionDocument.parse(data, source=f"v{number}")
                     self._versions[model_id, number] = document.sha256
         except StoreError:
