@@ -177,6 +177,8 @@ def _markdown(outcomes: Sequence[Outcome], verdicts: Sequence[Verdict]) -> str:
     lines = []
     for experiment in EXPERIMENTS:
         rows = _rows([o for o in outcomes if o.experiment == experiment])
+        if not rows:
+            continue
         separator = ["---"] * len(COLUMNS)
         lines += [f"{experiment}:", "", *(f"| {' | '.join(r)} |" for r in (COLUMNS, separator, *rows)), ""]
     lines += [f"- {MARKS[v.holds]}: {v.claim}: {v.why}" for v in verdicts]

@@ -112,7 +112,13 @@ _STALENESS: dict[str, dict[str, Any]] = {
             "async_training": {"staleness_threshold": 4.0, "max_staleness": 4},
             "rollout": {"max_live_versions": 8},
         },
-        "sections": {"workflow": {"max_concurrent_executions": 640}},
+        "sections": {
+            "workflow": {
+                "max_concurrent_executions": 640,
+                "execution_timeout_s": 300,
+                "group_timeout_s": 600,
+            }
+        },
     },
 }
 
@@ -130,8 +136,8 @@ def all_variants() -> list[Variant]:
     return [
         *algorithms[:1],
         *_together(first),
-        *_staleness(first),
         *algorithms[1:],
+        *_staleness(first),
         *(variant for seed in others for variant in _together(seed)),
         *(variant for seed in others for variant in _staleness(seed)),
     ]
