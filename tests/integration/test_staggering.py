@@ -14,7 +14,7 @@ import pytest
 
 from model_runtime.config import RunConfig
 from model_runtime.processes import free_port
-from tests.integration.test_deploy import _process, _until_healthy
+from tests.integration.test_deploy import Process, until_healthy
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]  # starts a server and a dozen processes
 
@@ -33,8 +33,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    with _process(command, env, folder / "server.log"):
-        _until_healthy(f"http://127.0.0.1:{port}/api/health")
+    with Process(command, env, folder / "server.log"):
+        until_healthy(f"http://127.0.0.1:{port}/api/health")
         yield env
 
 
