@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 import openai
 import pytest
 
+from model_runtime.errors import BackendUnavailableError
 from model_runtime.layout import RunLayout
 from model_runtime.llm_client import LLMServerClient
 from model_runtime.store import Store
@@ -120,6 +121,78 @@ def test_a_generation_that_is_not_interrupted_finishes_under_its_own_weights_exa
     assert [versions_of(row) for row in rows] == [[0], [1]]
     for row in rows:
         assert max(errors_by_version(row, vllm_server.base, tiny_adapters).values()) <= 1e-4
+
+
+@pytest.fixture
+def broken_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Breaks the next stream of a server off after so many tokens."""
+    stream, left = LLMServerClient.generate_stream, [-1]
+
+    async def breaking(client: LLMServerClient, **arguments: Any) -> AsyncIterator[Any]:
+        num_tokens, left[0] = left[0], -1
+        async for chunk in stream(client, **arguments):
+            yield chunk
+            num_tokens -= len(chunk.token_ids)
+            if num_tokens == 0:
+                raise BackendUnavailableError("the connection is gone")
+
+    monkeypatch.setattr(LLMServerClient, "generate_stream", breaking)
+    return lambda num_tokens: left.__setitem__(0, num_tokens)
+
+
+def test_a_stream_that_breaks_off_goes_on_as_one_exact_answer(
+    vllm_server: VLLMServer,
+    tiny_adapters: list[Path],
+    local_store: Store,
+    broken_after: Callable[[int], None],
+) -> None:
+    with gateway_before(vllm_server, tiny_adapters, local_store, partial_rollout=False) as harness:
+        session = harness.open_session()
+        broken_after(7)
+        session.chat("count", max_tokens=40, seed=3, stream=True)
+        session.finalize(1.0)
+        [row] = harness.rows("plan")
+        [turn] = row.turns
+        assert turn.end - turn.start > 7
+        assert max(errors_by_version(row, vllm_server.base, tiny_adapters).values()) <= 1e-4
+        retries = 'repertory_gateway_backend_retries_total{model="plan"} 1.0'
+        assert retries in harness.http.get("/metrics").text
+
+
+def test_a_stop_string_across_a_seam_ends_the_answer_where_the_server_itself_would(
+    vllm_server: VLLMServer,
+    tiny_adapters: list[Path],
+    local_store: Store,
+    broken_after: Callable[[int], None],
+) -> None:
+    """Greedily, so that what goes on is what would have come anyway."""
+    with gateway_before(vllm_server, tiny_adapters, local_store, partial_rollout=False) as harness:
+        session = harness.open_session(mode="eval")
+        fields: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40}
+        whole = session.chat("count", logprobs=True, **fields).json()["choices"][0]
+        texts = [entry["token"] for entry in whole["logprobs"]["content"]]
+        number, stop = first_pair(texts)
+        by_server = session.chat("count", stop=[stop], **fields)
+        broken_after(number)
+        by_gateway = session.chat("count", stop=[stop], stream=True, **fields)
+        assert by_gateway.text.rstrip().endswith("[DONE]")
+        session.finalize(1.0)
+        _, one, seamed = harness.rows("plan", evaluation=True)
+        assert 'retries_total{model="plan"} 1.0' in harness.http.get("/metrics").text
+    assert by_server.json()["choices"][0]["finish_reason"] == "stop"
+    assert seamed.response_ids.tolist() == one.response_ids.tolist()
+    assert len(one.response_ids) == number + 1
+    assert np.allclose(seamed.behavior_logprobs, one.behavior_logprobs, atol=1e-4)
+
+
+def first_pair(texts: list[str]) -> tuple[int, str]:
+    """Two tokens that first stand beside each other here: how many come up to the first, and their text."""
+    for number in range(4, len(texts)):
+        stop = texts[number - 1] + texts[number]
+        so_far = "".join(texts[: number + 1])
+        if stop.isprintable() and "\ufffd" not in stop and so_far.find(stop) == len(so_far) - len(stop):
+            return number, stop
+    raise AssertionError(f"no two tokens of {texts} are new")
 
 
 async def test_the_server_ends_a_request_that_waits_as_one_without_tokens(

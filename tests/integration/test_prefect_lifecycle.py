@@ -43,7 +43,7 @@ def short_config(folder: Path, *, max_steps: int | None = 12, **changes: Any) ->
     for model in raw["multi_model"]["models"]:
         model["model_path"] = str(QUICKSTART / model["model_path"])
         model |= {"batch_size": 2, "max_steps": max_steps, "save_every": 1}
-        # A falling rate needs max_steps; at the quickstart's rate such small batches can spoil a policy, whose
+        # A falling rate needs max_steps; at the quickstart's, such small batches can spoil a policy, whose
         # groups then teach nothing any more, and the run ends before its steps are done.
         model["trainer"] |= {"learning_rate": 5.0e-4, "learning_rate_schedule": "constant"}
     raw["workflow"] |= {
