@@ -298,7 +298,7 @@ def test_automations_are_made_once_keep_what_the_user_changed_and_really_tell(
     environment: dict[str, str], repertory: Command, tmp_path: Path
 ) -> None:
     kinds = ("zombie runs", "model failed", "no progress", "reward collapsed", "evaluation regressed")
-    first = repertory("deploy", write_config(tmp_path, "mart", alpha="/a"), "--pool", POOL, "--json")
+    first = repertory("deploy", write_config(tmp_path, "mart", delta="/d"), "--pool", POOL, "--json")
     assert first.returncode == 0, first.stderr
     made = json.loads(first.stdout)["automations"]
     assert made["names"] == [f"mart: {kind}" for kind in kinds]
@@ -318,7 +318,7 @@ def test_automations_are_made_once_keep_what_the_user_changed_and_really_tell(
     with listener() as (url, heard):
         fill_in(environment, made["block_id"], url)
         alerts = {"reward_drop": None, "no_progress_minutes": 5}
-        again = repertory("deploy", write_config(tmp_path, "mart", alpha="/a", alerts=alerts), "--pool", POOL)
+        again = repertory("deploy", write_config(tmp_path, "mart", delta="/d", alerts=alerts), "--pool", POOL)
         assert again.returncode == 0, again.stderr
         assert "retired automation mart: reward collapsed" in again.stdout
         after = automations(environment)
@@ -329,8 +329,8 @@ def test_automations_are_made_once_keep_what_the_user_changed_and_really_tell(
         assert "retired" in after["mart: reward collapsed"]["tags"]
 
         resource = {
-            "prefect.resource.id": "repertory.model.alpha",
-            "prefect.resource.name": "alpha",
+            "prefect.resource.id": "repertory.model.delta",
+            "prefect.resource.name": "delta",
             "repertory.run-id": "run-7",
         }
         other = resource | {"prefect.resource.id": "repertory.model.omega"}
@@ -341,7 +341,7 @@ def test_automations_are_made_once_keep_what_the_user_changed_and_really_tell(
         _post(environment, "events", events)
         (told,) = until(lambda: heard, limit_s=30)
     assert "Repertory: mart: model failed" in told
-    assert "alpha of run run-7: out of memory" in told
+    assert "delta of run run-7: out of memory" in told
 
 
 @pytest.mark.slow
