@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +17,7 @@ import pytest
 
 from model_runtime.errors import BackendUnavailableError
 from model_runtime.layout import RunLayout
-from model_runtime.llm_client import LLMServerClient
+from model_runtime.llm_client import Generation, LLMServerClient
 from model_runtime.store import Store
 from model_runtime.tokenizer_bundle import publish_tokenizer
 from model_runtime.types import Trajectory
@@ -200,23 +200,31 @@ async def test_the_server_ends_a_request_that_waits_as_one_without_tokens(
 ) -> None:
     """More requests than the server runs at once: what waits in its line can be interrupted too."""
     sampling = {"max_tokens": 1500, "temperature": 1.0, "ignore_eos": True}
-    ids = [f"partial-{i}" for i in range(20)]  # it runs 16
-    calls = [
-        asyncio.create_task(
+    name, prompt = vllm_server.base_name, [5, 6, 7]
+
+    async def begin(ids: Sequence[str], *, num_running: int, num_waiting: int) -> list[asyncio.Task[Any]]:
+        calls = [
             vllm_client.generate(
-                model=vllm_server.base_name,
-                token_ids=[5, 6, 7],
-                sampling=sampling,
-                request_id=id_,
-                timeout_s=60,
+                model=name, token_ids=prompt, sampling=sampling, request_id=id_, timeout_s=60
             )
-        )
-        for id_ in ids
-    ]
-    await asyncio.sleep(0.5)
-    await asyncio.gather(*(vllm_client.abort(id_, timeout_s=10) for id_ in ids))
-    answers = await asyncio.gather(*calls)
-    assert {a.finish_reason for a in answers} == {"abort"}
-    assert all(len(a.token_ids) == len(a.logprobs) < 1500 for a in answers)
-    assert min(len(a.token_ids) for a in answers) == 0
-    assert max(len(a.token_ids) for a in answers) > 0
+            for id_ in ids
+        ]
+        begun = [asyncio.create_task(call) for call in calls]
+        async with asyncio.timeout(30):
+            while True:
+                load = await vllm_client.load()
+                if (load.num_running, load.num_waiting) == (num_running, num_waiting):
+                    return begun
+                await asyncio.sleep(0.02)
+
+    async def end(ids: Sequence[str], calls: Sequence[asyncio.Task[Any]]) -> list[Generation]:
+        await asyncio.gather(*(vllm_client.abort(id_, timeout_s=10) for id_ in ids))
+        return await asyncio.gather(*calls)
+
+    first, later = [f"first-{i}" for i in range(16)], [f"later-{i}" for i in range(4)]
+    running = await begin(first, num_running=16, num_waiting=0)
+    waiting = await begin(later, num_running=16, num_waiting=4)
+    never_ran, ran = await end(later, waiting), await end(first, running)
+    assert {answer.finish_reason for answer in [*never_ran, *ran]} == {"abort"}
+    assert [len(answer.token_ids) for answer in never_ran] == [0] * 4
+    assert all(0 < len(answer.token_ids) == len(answer.logprobs) < 1500 for answer in ran)
