@@ -7,13 +7,14 @@ is. The quickstart's folder must be on the module search path (`workflow.python_
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
 
 import workflow as quickstart  # pyright: ignore[reportMissingImports]
 
-from benchmarks.rig.token_counts import BUDGET_ENV, COUNTS_ENV, TokenCounts
+from benchmarks.rig.token_counts import BUDGET_ENV, COUNTS_ENV, REWARD_DELAY_ENV, TokenCounts
 from model_runtime.workflow import ChatReply, WorkflowSession
 
 
@@ -51,4 +52,6 @@ async def run(task: dict, session: WorkflowSession) -> float | None:
     counts = _counts_of_this_run()
     if counts.is_spent:
         return None
-    return await quickstart.run(task, CountedSession(session, counts))
+    reward = await quickstart.run(task, CountedSession(session, counts))
+    await asyncio.sleep(float(os.environ.get(REWARD_DELAY_ENV, "0")))
+    return reward

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from benchmarks.rig.token_counts import BUDGET_ENV, COUNTS_ENV, read_counts
+from benchmarks.rig.token_counts import BUDGET_ENV, COUNTS_ENV, REWARD_DELAY_ENV, read_counts
 from model_runtime.config_file import load_config
 from model_runtime.layout import RunLayout
 from model_runtime.metrics import read_metrics
@@ -48,6 +48,7 @@ class Variant:
     sections: Mapping[str, Any] = field(default_factory=dict)  # merged into the run's
     frozen: tuple[str, ...] = ()
     token_budget: int | None = None
+    reward_delay_s: float = 0.0
     exchanges: str | None = None  # variant whose two adapters are served, each by the other model
 
     @property
@@ -105,13 +106,14 @@ _STALENESS: dict[str, dict[str, Any]] = {
         | {"async_training": {"strict_on_policy": True, "staleness_threshold": 0.0, "max_staleness": 0}},
         "sections": {},
     },
-    # Enough executions at once that each batch is several versions old by the time its turn comes.
+    # Each reward comes so late, and so many executions wait for theirs, that the policy has moved on.
     "lag-4": {
         "model": _STEADY
         | {
             "async_training": {"staleness_threshold": 4.0, "max_staleness": 4},
             "rollout": {"max_live_versions": 8},
         },
+        "reward_delay_s": 16.0,  # about four steps
         "sections": {
             "workflow": {
                 "max_concurrent_executions": 640,
@@ -178,6 +180,7 @@ def _staleness(seed: int) -> list[Variant]:
             seed=seed,
             model=given["model"],
             sections={"evaluation": SAMPLED} | given["sections"],
+            reward_delay_s=given.get("reward_delay_s", 0.0),
         )
         for name, given in _STALENESS.items()
     ]
@@ -207,6 +210,8 @@ def run_variant(variant: Variant, out: Path) -> Outcome:
     }
     if variant.token_budget is not None:
         env[BUDGET_ENV] = str(variant.token_budget)
+    if variant.reward_delay_s:
+        env[REWARD_DELAY_ENV] = str(variant.reward_delay_s)
     with tempfile.TemporaryDirectory(prefix="learning-") as home:
         run_id = f"{RUN_ID}-{time.time():.0f}"
         result = run_up(Path(home), config, "--run-id", run_id, "--no-ui", limit_s=RUN_LIMIT_S, env=env)

@@ -10,6 +10,10 @@ COUNTS_ENV = "LEARNING_TOKEN_COUNTS"
 BUDGET_ENV = "LEARNING_TOKEN_BUDGET"
 """Sampled tokens after which no execution begins. Not set: no bound."""
 
+REWARD_DELAY_ENV = "LEARNING_REWARD_DELAY_S"
+"""How long a reward is held back, like one that a slow judge gives: meanwhile the policy moves on and the
+execution's tokens age. Not set: not at all."""
+
 
 class TokenCounts:
     """Sampled tokens by agent. On disk, so that a rollout that is started again goes on counting."""

@@ -15,7 +15,7 @@ from benchmarks import learning
 from benchmarks.rig import learning_runs
 from benchmarks.rig.learning_claims import judge, judge_algorithms, judge_staleness, judge_together
 from benchmarks.rig.learning_runs import Outcome, Variant, all_variants, outcome_path, write_run_config
-from benchmarks.rig.token_counts import BUDGET_ENV, COUNTS_ENV, TokenCounts, read_counts
+from benchmarks.rig.token_counts import BUDGET_ENV, COUNTS_ENV, REWARD_DELAY_ENV, TokenCounts, read_counts
 from model_runtime.config_file import load_config
 from model_runtime.workflow import ChatReply
 
@@ -52,9 +52,16 @@ def together(
     ]
 
 
-def staleness(*losses: float, lag: int = 4) -> list[Outcome]:
+def staleness(*losses: float, lag: int = 4, mean_lag: float = 2.5) -> list[Outcome]:
     return [
-        outcome("staleness", name, seed, held_out=reward, lag_max={"planner_model": lag})
+        outcome(
+            "staleness",
+            name,
+            seed,
+            held_out=reward,
+            lag_max={"planner_model": lag},
+            lag_mean={"planner_model": mean_lag},
+        )
         for seed, loss in enumerate(losses)
         for name, reward in (("on-policy", 0.9), ("lag-4", 0.9 - loss))
     ]
@@ -84,10 +91,11 @@ def test_staleness_is_judged_by_the_mean_loss_over_three_seeds(
     assert judge_staleness(staleness(*losses)).holds is holds
 
 
-def test_runs_that_never_lagged_prove_nothing_about_lag() -> None:
-    verdict = judge_staleness(staleness(0.0, 0.0, 0.0, lag=1))
+@pytest.mark.parametrize("lag", [{"lag": 1}, {"mean_lag": 1.3}], ids=["never", "once"])
+def test_runs_that_hardly_lagged_prove_nothing_about_lag(lag: dict[str, Any]) -> None:
+    verdict = judge_staleness(staleness(0.0, 0.0, 0.0, **lag))
     assert verdict.holds is False
-    assert "no batch was 4 versions old" in verdict.why
+    assert "seed [0, 1, 2] did not have a mean lag of 2 and a worst of 4" in verdict.why
 
 
 def test_both_must_lead_by_a_tenth_with_every_seed() -> None:
@@ -222,3 +230,28 @@ async def test_nobody_is_asked_once_the_budget_is_spent(
     session.mode = "eval"
     assert await counted_shop.run(task, session) == 0.0
     assert read_counts(tmp_path / "counts").total() == 6
+
+
+async def test_a_reward_is_held_back_as_long_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(learning_runs.QUICKSTART))
+    from benchmarks.rig import counted_shop
+
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def work(task: dict, session: Any) -> float:
+        return 1.0
+
+    monkeypatch.setattr(counted_shop.asyncio, "sleep", sleep)
+    monkeypatch.setattr(counted_shop.quickstart, "run", work)
+    monkeypatch.setenv(COUNTS_ENV, str(tmp_path / "late"))
+    monkeypatch.setenv(REWARD_DELAY_ENV, "16")
+    session: Any = SimpleNamespace(mode="train")
+    assert await counted_shop.run({}, session) == 1.0
+    session.mode = "eval"
+    assert await counted_shop.run({}, session) == 1.0
+    assert slept == [16.0]
