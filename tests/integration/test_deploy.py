@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -277,13 +278,20 @@ def listener() -> Iterator[tuple[str, list[str]]]:
 
 def fill_in(environment: dict[str, str], block_id: str, url: str) -> None:
     """As a user does on the dashboard's page Blocks."""
-    answer = httpx.patch(
-        f"{environment['PREFECT_API_URL']}/block_documents/{block_id}",
-        json={"data": {"url": url}, "merge_existing_data": True},
-        timeout=10,
-        trust_env=False,
-    )
-    answer.raise_for_status()
+
+    def filled() -> bool:
+        answer = httpx.patch(
+            f"{environment['PREFECT_API_URL']}/block_documents/{block_id}",
+            json={"data": {"url": url}, "merge_existing_data": True},
+            timeout=10,
+            trust_env=False,
+        )
+        if answer.status_code == 503:  # SQLite is locked: the user presses the button again
+            return False
+        answer.raise_for_status()
+        return True
+
+    until(filled, limit_s=30)
 
 
 def until(found: Callable[[], Any], *, limit_s: float) -> Any:
@@ -417,7 +425,12 @@ def test_a_worker_runs_a_training_and_then_evaluates_its_versions(
             "multi-model-training", config_from=name, agents=[{"agent_id": "planner_agent", "model_id": "x"}]
         )
         assert mistaken.returncode == 1
-        assert "agent_model_mapping.planner_agent: unknown model 'x'" in mistaken.stdout + mistaken.stderr
+        found = re.search(r"UUID: (\S+)", mistaken.stdout)
+        assert found is not None, mistaken.stdout
+        failed = httpx.get(
+            f"{environment['PREFECT_API_URL']}/flow_runs/{found[1]}", timeout=10, trust_env=False
+        ).json()
+        assert "agent_model_mapping.planner_agent: unknown model 'x'" in failed["state"]["message"]
 
         run_deployment("multi-model-training", run_id="run-1")
         summary = read_summary(store, layout)

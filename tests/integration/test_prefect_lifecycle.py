@@ -240,7 +240,7 @@ def test_a_killed_model_is_started_again_and_the_run_completes(
     up.until_trained(2)
     stack = json.loads((tmp_path / "home" / "stack.json").read_text())
     runs = asyncio_run(PrefectApi(stack["api_url"]).active_runs("run-1"))
-    child = next(run for run in runs if run.name.startswith("solver_model"))
+    child = next(run for run in runs if "model:solver_model" in run.tags)
     up.flow_process(str(child.id)).send_signal(signal.SIGKILL)
     assert up.wait(600) == 0, up.output()
     assert PARENT_FLOW not in [p.name() for p in up.marked()]
