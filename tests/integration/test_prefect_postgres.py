@@ -27,9 +27,9 @@ S3_SECRET = "a-secret-key-of-this-test"
 
 
 def _binaries() -> Path | None:
-    """Folder of PostgreSQL's programs: on the PATH, or where Debian keeps them."""
+    """Folder of PostgreSQL's programs: where the one on the PATH really is, or where Debian keeps them."""
     found = shutil.which("pg_ctl")
-    folders = [Path(found).parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    folders = [Path(found).resolve().parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     return folders[-1] if folders else None
 
 
