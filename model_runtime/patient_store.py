@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from model_runtime.config import StoreConfig
-from model_runtime.errors import StoreOutageError, StoreUnavailableError
+from model_runtime.errors import StoreError, StoreOutageError, StoreUnavailableError
 from model_runtime.store import Store, open_store
 
 T = TypeVar("T")
@@ -110,13 +110,14 @@ class PatientStore(Store):
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def once(self, call: Callable[[], T]) -> T:
-        """One try; what comes of it tells whether the store is there."""
+        """One try; an answer of the store, a refusal too, tells that it is there. An interrupt, or a fault of
+        ours on the way, tells nothing."""
         try:
             result = call()
         except StoreUnavailableError as error:
             self._is_away(error)
             raise
-        except BaseException:
+        except StoreError:
             self._is_there()  # it answered
             raise
         self._is_there()

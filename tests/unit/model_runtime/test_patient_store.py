@@ -31,7 +31,7 @@ class Flaky(MemoryStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.failures: list[Exception] = []
+        self.failures: list[BaseException] = []
 
     def _maybe_fail(self) -> None:
         if self.failures:
@@ -56,7 +56,7 @@ def flaky(monkeypatch: pytest.MonkeyPatch) -> Flaky:
     return Flaky()
 
 
-def away(times: int) -> list[Exception]:
+def away(times: int) -> list[BaseException]:
     return [StoreUnavailableError(f"put: no answer ({i})") for i in range(times)]
 
 
@@ -89,6 +89,21 @@ def test_an_answer_between_two_failures_ends_the_outage(flaky: Flaky) -> None:
     for _ in range(3):
         flaky.failures = away(1)
         store.put("a", b"1")
+
+
+@pytest.mark.parametrize("no_answer", [KeyboardInterrupt(), RuntimeError("a fault of ours")])
+def test_what_is_no_answer_of_the_store_does_not_end_an_outage(
+    flaky: Flaky, no_answer: BaseException
+) -> None:
+    now = iter([0.0, 101.0])
+    store = PatientStore(flaky, max_outage_s=100, clock=lambda: next(now)).at_once()
+    flaky.failures = [*away(1), no_answer, *away(1)]
+    with pytest.raises(StoreUnavailableError):
+        store.list("")
+    with pytest.raises(type(no_answer)):
+        store.list("")
+    with pytest.raises(StoreOutageError):
+        store.list("")
 
 
 @pytest.mark.parametrize("error", [StoreAccessError("who are you"), ObjectNotFoundError("gone")])
