@@ -4,10 +4,10 @@ PY := .venv/bin/python
 # More threads than free cores make vLLM and torch many times slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install run test test-all lint format type bench doctor gpu-check chaos docs clean
+.PHONY: help install run test test-all lint format type bench doctor gpu-check chaos chaos-matrix docs clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install:  ## make or update both environments (REPERTORY_DEVICE=cpu|cuda, PYTHON=…)
 	@deployments/install.sh
@@ -42,6 +42,9 @@ gpu-check: install  ## one NVIDIA GPU: CUDA vLLM, swap, exactness, a training st
 
 chaos: install  ## kill, stop and break what runs, by seed, and check the books (an hour)
 	@$(PY) -m tests.chaos.driver --seeds 1 2 3 4 5 --faults 8 --steps 20 --stop-s 60
+
+chaos-matrix: install  ## every process × kill -9, SIGTERM, 60 s of SIGSTOP: what is missing of it (two hours)
+	@$(PY) -m tests.chaos.matrix --run
 
 docs: install  ## write the pages that are made from the code
 	@$(PY) docs/generate.py

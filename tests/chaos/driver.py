@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,10 @@ from model_runtime.errors import StoreError
 from model_runtime.layout import RunLayout, number_in
 from model_runtime.store import Store, open_store
 from model_runtime.summary import RunSummary
+from model_runtime.trajectory_log import decode_shard
 from tests.chaos.victims import ENDS_THE_LAUNCH, ROLES, Fault, find, hit, schedule
+from tests.e2e import quickstart
+from tests.e2e.quickstart import below_the_bar
 from tests.fakes import read_env_file
 from tests.faulty_proxy import FaultyProxy
 from tests.integration.test_prefect_lifecycle import MARK, QUICKSTART, Up
@@ -56,13 +59,18 @@ class Outcome:
     """What one run came to. `wrong`: what must not be."""
 
     seed: int
-    faults: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)  # those that struck
     launches: int = 1
     duration_s: float = 0.0
     witnessed: int = 0
     finalized: int = 0
     trained: int = 0
     versions: int = 0
+    lost: int = 0
+    trained_twice: int = 0
+    versions_reused: int = 0
+    orphans: int = 0
+    below_bar: list[str] | None = None  # None: this run was not to learn
     wrong: list[str] = field(default_factory=list)
 
 
@@ -70,14 +78,24 @@ class ChaosRun:
     """One run in a folder of its own."""
 
     def __init__(
-        self, folder: Path, seed: int, *, max_steps: int, limit_s: float, proxy: FaultyProxy | None, url: str
+        self,
+        folder: Path,
+        seed: int,
+        *,
+        max_steps: int,
+        limit_s: float,
+        proxy: FaultyProxy | None,
+        url: str,
+        learns: bool = False,
     ) -> None:
-        self.folder, self.limit_s, self.proxy = folder, limit_s, proxy
+        """`learns`: with the quickstart's own settings, and held against its bar."""
+        self.folder, self.limit_s, self.proxy, self.learns = folder, limit_s, proxy, learns
         self.outcome = Outcome(seed)
         self.began = time.monotonic()
         self._draw = random.Random(seed)
         self._store_url = url
-        self._config = write_config(folder, max_steps=max_steps, store_url=url)
+        write = write_learning_config if learns else write_config
+        self._config = write(folder, max_steps=max_steps, store_url=url)
         self._witness = folder / "witness.jsonl"
         self._launches: list[Up] = []
         self._stopped: list[tuple[float, psutil.Process]] = []
@@ -153,7 +171,7 @@ class ChaosRun:
                 self.say(f"no {fault.role} to hit")
                 return
         self.say(f"{fault} (pid {victim.pid})")
-        self.outcome.faults.append(str(fault))
+        self.outcome.faults.append(fault)
         if fault.how == "SIGSTOP":
             self._stopped.append((time.monotonic() + fault.stop_s, victim))
         elif fault.role in ENDS_THE_LAUNCH:
@@ -162,7 +180,7 @@ class ChaosRun:
     def break_store(self, fault: Fault) -> None:
         assert self.proxy is not None, "a store can be broken only behind a proxy"
         self.say(str(fault))
-        self.outcome.faults.append(str(fault))
+        self.outcome.faults.append(fault)
         self.heal_store()
         if fault.how == "down":
             self.proxy.down()
@@ -263,6 +281,7 @@ class ChaosRun:
         while (left := self.up.marked()) and time.monotonic() < until:
             time.sleep(0.5)
         named = [" ".join(p.cmdline())[:150] for p in left if p.is_running()]
+        self.outcome.orphans += len(named)
         assert not named, f"orphans: {named}"
 
     def say(self, what: str) -> None:
@@ -283,18 +302,27 @@ class ChaosRun:
                     sessions[row.session_id] = sessions.get(row.session_id, 0) + 1
 
             books = read_books(self.store, layout, visit=count)
+            for key in self.store.list(layout.eval_writers()):  # of the held-out tasks
+                count(decode_shard(self.store.get(key), source=key))
             self.outcome.finalized += books.finalized
             self.outcome.trained += books.trained
             self.outcome.versions += (model.latest_version or 0) + 1
+            self.outcome.trained_twice += books.num_trained_twice
+            self.outcome.lost += books.num_missing
             if wrong_in(books):
                 wrong.append(f"{model.model_id}: books {books}")
             if lost := missing_from(sessions, answered, model.model_id):
+                self.outcome.lost += len(lost)
                 wrong.append(f"{model.model_id}: finalized and not in the log: {lost}")
             for version in range((model.latest_version or 0) + 1):
                 data = self.store.get(layout.version_marker(version))
                 sha256 = VersionDocument.parse(data, source=f"v{version}").sha256
                 if self._versions.get((model.model_id, version), sha256) != sha256:
+                    self.outcome.versions_reused += 1
                     wrong.append(f"{model.model_id}: v{version} stood for two adapters")
+
+        if self.learns:
+            self.outcome.below_bar = below_the_bar(summary)
 
     def answered(self) -> dict[str, dict[str, int]]:
         if not self._witness.exists():
@@ -354,6 +382,16 @@ def write_config(folder: Path, *, max_steps: int, store_url: str) -> Path:
     return path
 
 
+def write_learning_config(folder: Path, *, max_steps: int, store_url: str) -> Path:
+    """The quickstart as it is, with the witnessed workflow."""
+    return quickstart.write_config(
+        folder,
+        model={"max_steps": max_steps},
+        workflow={"function": "witnessed:run", "python_path": str(CHAOS), "epochs": 100},
+        store={"url": store_url},
+    )
+
+
 @contextmanager
 def store_of(folder: Path, env_file: Path | None, seed: int) -> Iterator[tuple[str, FaultyProxy | None]]:
     """A local folder, or a prefix of a real bucket behind a proxy."""
@@ -393,7 +431,7 @@ def main() -> int:
         with store_of(folder, args.s3, seed) as (url, proxy):
             run = ChaosRun(folder, seed, max_steps=args.steps, limit_s=args.limit_s, proxy=proxy, url=url)
             outcomes.append(run.run(faults))
-        print(json.dumps({n: getattr(outcomes[-1], n) for n in Outcome.__slots__}, indent=1), flush=True)
+        print(json.dumps(asdict(outcomes[-1]), indent=1), flush=True)
     bad = [o.seed for o in outcomes if o.wrong]
     print(
         f"{len(outcomes)} runs, {sum(len(o.faults) for o in outcomes)} faults; wrong: {bad or 'none'}",

@@ -6,13 +6,17 @@ can see it.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from model_runtime.books import ModelBooks
-from tests.chaos.driver import ChaosRun, missing_from, wrong_in
-from tests.chaos.victims import ROLES, schedule
+from tests.chaos import matrix
+from tests.chaos.driver import ChaosRun, Outcome, missing_from, wrong_in
+from tests.chaos.victims import ENDS_THE_LAUNCH, ROLES, Fault, schedule
 
 SIGNALS = ["SIGKILL", "SIGKILL", "SIGTERM", "SIGSTOP"]
 
@@ -58,3 +62,37 @@ def test_a_session_that_was_answered_and_is_not_in_the_log_is_seen() -> None:
     assert missing_from({"s1": 2, "s2": 1}, answered, "a") == {}
     assert missing_from({"s1": 1, "s2": 1}, answered, "a") == {"s1": 2}
     assert missing_from({}, answered, "b") == {"s1": 1}
+
+
+# ------------------------------------------------------------------ the kill matrix
+
+
+def test_the_matrix_is_dealt_out_whole_over_few_runs_and_no_run_gets_too_much_of_one_role() -> None:
+    outcomes: list[Outcome] = []
+    while left := matrix.missing(outcomes):
+        seed = len(outcomes) + 1
+        dealt = matrix.deal(left, seed, 12)
+        assert dealt == matrix.deal(left, seed, 12)
+        assert max(Counter(f.role for f in dealt).values()) <= matrix.MAX_OF_A_ROLE
+        relaunches = [f for f in dealt if f.role in ENDS_THE_LAUNCH and f.how != "SIGSTOP"]
+        assert len(relaunches) <= matrix.MAX_RELAUNCHES
+        assert all((f.stop_s > 0) == (f.how == "SIGSTOP") for f in dealt)
+        outcomes.append(Outcome(seed, faults=dealt))
+    assert len(outcomes) <= 16
+    assert matrix.struck(outcomes) == {(r, how): n for r in ROLES for how, n in matrix.WANTED.items()}
+
+
+def test_a_run_that_came_out_wrong_counts_for_nothing_and_its_books_are_shown(tmp_path: Path) -> None:
+    fault = Fault("trainer", "SIGKILL", 5.0)
+    right = Outcome(1, faults=[fault], below_bar=[])
+    wrong = Outcome(2, faults=[fault, fault], lost=3, wrong=["planner_model: lost"])
+    for outcome in (right, wrong):
+        (tmp_path / f"run-{outcome.seed}.json").write_text(json.dumps(asdict(outcome)))
+    outcomes = matrix.read_outcomes(tmp_path)
+    assert outcomes == [right, wrong]
+    assert matrix.missing(outcomes)["trainer", "SIGKILL"] == matrix.WANTED["SIGKILL"] - 1
+    row = next(r for r in matrix.rows(outcomes) if r[0] == "trainer")
+    assert row[1:] == ["1 of 10", "0 of 3", "0 of 3", "2", "3", "0", "0", "0"]
+    assert matrix.main(["--out", str(tmp_path)]) == 1
+    (tmp_path / "run-2.json").unlink()
+    assert matrix.main(["--out", str(tmp_path)]) == 0
