@@ -43,6 +43,11 @@ PREFERRED_PORT = 4200
 SERVER_LIMIT_S = 180.0
 """Longest wait for the server: the first start makes its database."""
 MAX_SERVER_RESTARTS = 3
+"""In a row; one that lived for SERVER_STABLE_S begins a new row."""
+SERVER_STABLE_S = 600.0
+SERVER_SILENT_LIMIT_S = 120.0
+"""A server that lives and does not answer for this long hangs."""
+SERVER_ASKED_EVERY_S = 5.0
 RUNNER_LIMIT_S = 120.0
 STOP_LIMIT_S = 45.0
 """Longest wait for the flow runs to end before their processes are ended."""
@@ -62,6 +67,9 @@ class LocalStack:
     runner: ChildProcess | None = None
     _port: int = 0
     _server_restarts: int = 0
+    _server_started_at: float = 0.0
+    _server_asked_at: float = 0.0
+    _server_silent_s: float = 0.0
 
     async def start(self) -> None:
         """Bring both up, saying what is waited for. Raises ProcessError with the end of a log."""
@@ -105,6 +113,8 @@ class LocalStack:
         if self.server is not None:
             await self.server.stop()
         self._port = port
+        self._server_started_at = self._server_asked_at = time.monotonic()
+        self._server_silent_s = 0.0
         self.server = await ChildProcess.start(
             [*PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(port)],
             log_path=_new_log("prefect-server"),
@@ -113,15 +123,38 @@ class LocalStack:
         return self.server
 
     async def tend(self) -> None:
-        """Start a server that died again, on its port: the flows ride out its absence. Raises ProcessError
-        when that happens too often, or when the runner died."""
-        died = self.server is not None and self.server.returncode is not None
-        if died and self._server_restarts < MAX_SERVER_RESTARTS:
-            self._server_restarts += 1
-            self.say("Prefect server: died; starting it again, the run goes on meanwhile")
-            if await self._server_listens(await self._spawn_server(self._port), self._port):
-                return
+        """Start a server that died or hangs again, on its port: the flows ride out its absence. Raises
+        ProcessError when that happens too often, or when the runner died."""
+        trouble = await self._server_trouble()
+        if trouble is not None:
+            if time.monotonic() - self._server_started_at > SERVER_STABLE_S:
+                self._server_restarts = 0
+            if self._server_restarts < MAX_SERVER_RESTARTS:
+                self._server_restarts += 1
+                self.say(f"Prefect server: {trouble}; starting it again, the run goes on meanwhile")
+                if await self._server_listens(await self._spawn_server(self._port), self._port):
+                    return
         self.check_alive()
+
+    async def _server_trouble(self) -> str | None:
+        """Why our server is to be started again. Time in which this process stood still is not held against
+        it."""
+        if self.server is None:
+            return None
+        if self.server.returncode is not None:
+            return "died"
+        passed_s = time.monotonic() - self._server_asked_at
+        if passed_s < SERVER_ASKED_EVERY_S:
+            return None
+        healthy = await self.api.healthy()
+        self._server_asked_at = time.monotonic()
+        if healthy:
+            self._server_silent_s = 0.0
+            return None
+        self._server_silent_s += min(passed_s, 2 * SERVER_ASKED_EVERY_S)
+        if self._server_silent_s < SERVER_SILENT_LIMIT_S:
+            return None
+        return f"silent for {self._server_silent_s:.0f} s"
 
     async def _server_listens(self, server: ChildProcess, port: int) -> bool:
         """Wait until it is this server that answers; False when another process has its port."""

@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 POLL_S = 1.0
 PLAIN_EVERY_S = 5.0
+PARENT_SILENT_LIMIT_S = 180.0
+"""A parent that gave the gateway no sign of life for this long hangs."""
 
 
 class Interrupted(RepertoryError):
@@ -160,12 +162,24 @@ async def follow(launch: Launch, view: View) -> str | None:
                 return None if state.is_completed() else f"{state.name}: {state.message or 'no message'}"
             gateway = await _gateway_of(launch, gateway)
             status = await gateway.status() if gateway else None
+            silent_s = status.heard_s.get("parent", 0.0) if status else 0.0
+            if silent_s > PARENT_SILENT_LIMIT_S:
+                return await _end_hung_parent(launch, view, silent_s)
             phase = (state.name or "unknown").lower() if state else "waiting for Prefect"
             view.show(status, f"run {launch.run_id}: {phase}")
             await asyncio.sleep(POLL_S)
     finally:
         if gateway is not None:
             await gateway.close()
+
+
+async def _end_hung_parent(launch: Launch, view: View, silent_s: float) -> str:
+    view.say(f"the run's parent has given no sign of life for {silent_s:.0f} s: ending it")
+    await launch.cancel()
+    return (
+        f"its parent hung, without a sign of life for {silent_s:.0f} s, and was ended; nothing finalized is "
+        f"lost, and `repertory up --resume {launch.run_id}` goes on"
+    )
 
 
 async def _gateway_of(launch: Launch, known: GatewayAdmin | None) -> GatewayAdmin | None:

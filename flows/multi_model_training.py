@@ -47,7 +47,7 @@ from model_runtime.errors import (
 from model_runtime.layout import RunLayout
 from model_runtime.own_address import place_gateway
 from model_runtime.patient_store import open_patient_store
-from model_runtime.protocol import ModelStatus, TrainerState
+from model_runtime.protocol import ModelStatus, RunRole, TrainerState
 from model_runtime.retention import sweep
 from model_runtime.store import Store
 from model_runtime.summary import RunSummary
@@ -262,7 +262,7 @@ async def start_children(run: Run) -> None:
     """One flow run per model, and one that drives the agents' work if the config names any."""
     add_models(run)
     if run.config.workflow.function is not None:
-        run.rollout = _child(run, "rollout", *_rollout_deployments(run))
+        run.rollout = _driver(run, "rollout")
     for child in run.children:
         await start_child(child)
 
@@ -276,8 +276,11 @@ def add_models(run: Run) -> None:
         run.models[model.model_id] = child
 
 
-def _rollout_deployments(run: Run) -> tuple[str, str]:
-    return (f"rollout/{run.config.name}", "rollout/default")
+def _driver(run: Run, role: RunRole) -> Child:
+    child = _child(run, role, f"rollout/{run.config.name}", "rollout/default")
+    # A workflow that computes without awaiting holds up all else in its process, for an execution's time.
+    child.busy_limit_s = run.config.workflow.execution_timeout_s
+    return child
 
 
 def _child(run: Run, role: str, *deployments: str) -> Child:
@@ -343,7 +346,7 @@ async def watch_children(run: Run) -> None:
     if run.gateway_task.done():
         await run.gateway_task
         raise ProcessError("the gateway's supervisor ended while the run went on")
-    await run.hang_watch.end_hung(run.models, run.gateway.admin)
+    await run.hang_watch.end_hung(run.children, run.gateway.admin)
     for child in await look(run.children):
         if await restart_if_lost(child):
             log.warning("%s was lost (%s); started again", child.role, child.history[-1])
@@ -417,7 +420,7 @@ async def evaluate(run: Run) -> None:
     """The held-out tasks, greedily, with the last versions. A failed model's agents can't be evaluated."""
     if run.config.workflow.held_out_tasks is None or run.config.workflow.function is None or run.failures:
         return
-    run.evaluation = _child(run, "evaluation", *_rollout_deployments(run))
+    run.evaluation = _driver(run, "evaluation")
     run.evaluation.parameters["mode"] = "eval"
     await start_child(run.evaluation)
     until = time.monotonic() + EVALUATION_LIMIT_S

@@ -12,9 +12,11 @@ from prefect.states import Cancelled
 from model_runtime.config import RunConfig
 from model_runtime.layout import RunLayout
 from model_runtime.patient_store import open_patient_store
+from model_runtime.protocol import RunRole
 from model_runtime.summary import HeldOut, write_held_out
 from model_runtime.workflow import DriverReport
 from tasks.credentials import load_credentials
+from tasks.gateway_admin import give_signs_of_life
 from tasks.lifecycle import Stopped, run_watched
 from tasks.rollout import RolloutReporter, drive, report_line
 
@@ -49,7 +51,11 @@ async def _work(
     run_id: str, epoch: int, gateway_url: str, config: RunConfig, mode: Literal["train", "eval"]
 ) -> DriverReport:
     store, reporter = open_patient_store(config.store), RolloutReporter(config, mode)
-    reporting = asyncio.create_task(reporter.run())
+    role: RunRole = "rollout" if mode == "train" else "evaluation"
+    beside = [
+        asyncio.create_task(reporter.run()),
+        asyncio.create_task(give_signs_of_life(gateway_url, role)),
+    ]
     try:
         report = await drive(
             config, run_id=run_id, gateway_url=gateway_url, store=store, mode=mode, reporter=reporter
@@ -63,7 +69,8 @@ async def _work(
             await asyncio.to_thread(write_held_out, store, RunLayout(run_id), epoch, held_out)
     finally:
         store.give_up()
-        reporting.cancel()
-        await asyncio.gather(reporting, return_exceptions=True)
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
     await reporter.show(done=True)
     return report

@@ -107,6 +107,7 @@ class Gateway:
         self.settled_records = SettledRecords(store)
         self._journal = SessionJournal(journal, run_id=run_id, epoch=epoch)
         self._background: list[asyncio.Task[None]] = []
+        self._heard_at: dict[str, float] = {}  # role → when it last gave a sign of life
 
     async def start(self) -> None:
         """Raises SupersededError if a newer epoch leads the run."""
@@ -228,6 +229,9 @@ class Gateway:
             self.admission.end()
         return DesiredRequest(state=self.desired, reason=request.reason)
 
+    def note_alive(self, role: str) -> None:
+        self._heard_at[role] = time.monotonic()
+
     def exposition(self) -> bytes:
         """Its counters in Prometheus' text format."""
         self.metrics.observe_sessions(len(self.sessions), are_kept=self._journal.is_kept)
@@ -245,6 +249,7 @@ class Gateway:
             open_sessions=len(self.sessions),
             settlements=dict(self.metrics.settlements),
             agent_rewards={agent: tally.summary() for agent, tally in self.metrics.rewards.items()},
+            heard_s={role: time.monotonic() - at for role, at in self._heard_at.items()},
         )
 
     async def check_epoch(self) -> None:

@@ -312,6 +312,15 @@ class DesiredRequest(_Wire):
     reason: str = ""
 
 
+RunRole = Literal["parent", "rollout", "evaluation"]
+
+
+class SignOfLife(_Wire):
+    """POST /admin/alive, by the processes of a run that hold no lease."""
+
+    role: RunRole
+
+
 class ModelStatus(_Wire):
     """One model in GET /admin/status."""
 
@@ -343,6 +352,7 @@ class GatewayStatus(_Wire):
     open_sessions: int
     settlements: dict[str, int]  # status → executions
     agent_rewards: dict[str, dict[str, float]] = Field(default_factory=dict)
+    heard_s: dict[str, float] = Field(default_factory=dict)  # role → since its last sign of life
 
 
 # ------------------------------------------------------------------ runtime ↔ trainer: two small files

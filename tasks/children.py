@@ -34,6 +34,7 @@ class Child:
     final: FlowRun | None = None
     history: list[str] = field(default_factory=list)
     silent_s: float = 0.0  # nothing was heard of it, while there was somebody to hear it
+    busy_limit_s: float = 0.0  # it may be busy and silent for this long
     ending: bool = False  # it hangs, and is being ended to be started again
 
     @property

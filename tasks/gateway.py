@@ -17,7 +17,7 @@ from model_runtime.documents import DesiredState
 from model_runtime.errors import ConfigError, ProcessError
 from model_runtime.processes import ChildProcess, free_port
 from model_runtime.workspace import Workspace
-from tasks.gateway_admin import GatewayAdmin
+from tasks.gateway_admin import ALIVE_EVERY_S, GatewayAdmin
 
 log = logging.getLogger(__name__)
 
@@ -148,11 +148,16 @@ class GatewayProcess:
             await self._restart()
 
     async def _end_of_life(self, child: ChildProcess) -> None:
-        """Wait until the process dies; one that is silent for too long is ended here."""
+        """Wait until the process dies; one that is silent for too long is ended here. Meanwhile it is told
+        that the parent lives."""
         heard = time.monotonic()
+        told = heard - ALIVE_EVERY_S
         while child.returncode is None:
             if self._stopping or await self._is_healthy(child):
                 heard = time.monotonic()
+                if not self._stopping and heard - told >= ALIVE_EVERY_S:
+                    told = heard
+                    await self.admin.alive("parent")
             elif time.monotonic() - heard > SILENT_LIMIT_S:
                 log.warning(
                     "the gateway did not answer %s/health for %.0f s; ending it", self.url, SILENT_LIMIT_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import httpx
@@ -10,11 +11,21 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 
 from model_runtime.documents import DesiredState
 from model_runtime.errors import BackendUnavailableError, ConflictError
-from model_runtime.protocol import DesiredRequest, GatewayStatus, HoldAnswer, HoldRequest, admin_key
+from model_runtime.protocol import (
+    DesiredRequest,
+    GatewayStatus,
+    HoldAnswer,
+    HoldRequest,
+    RunRole,
+    SignOfLife,
+    admin_key,
+)
 
 log = logging.getLogger(__name__)
 
 ATTEMPT_LIMIT_S = 5.0
+ALIVE_EVERY_S = 5.0
+"""Between two signs of life."""
 
 
 class GatewayAdmin:
@@ -47,6 +58,13 @@ class GatewayAdmin:
             return GatewayStatus.model_validate_json(answer.content) if answer.status_code == 200 else None
         except (httpx.HTTPError, ValidationError):
             return None
+
+    async def alive(self, role: RunRole) -> None:
+        """POST /admin/alive. One that does not arrive is followed by another."""
+        try:
+            await self._http.post("/admin/alive", json=SignOfLife(role=role).model_dump())
+        except httpx.HTTPError as error:
+            log.debug("a sign of life of %s did not reach the gateway: %r", role, error)
 
     async def want(self, state: DesiredState, *, reason: str = "", limit_s: float = 30.0) -> None:
         """PUT /admin/desired, again until it is taken. Raises BackendUnavailableError after `limit_s`."""
@@ -89,6 +107,17 @@ class GatewayAdmin:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+
+async def give_signs_of_life(url: str, role: RunRole) -> None:
+    """Until cancelled. They stop when this process does, or when its event loop is held up."""
+    admin = GatewayAdmin(url)
+    try:
+        while True:
+            await admin.alive(role)
+            await asyncio.sleep(ALIVE_EVERY_S)
+    finally:
+        await admin.close()
 
 
 def _message(answer: httpx.Response) -> str:

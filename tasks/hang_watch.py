@@ -1,16 +1,17 @@
-"""Models whose runtime is alive and silent: ended, to be started again like one that was lost."""
+"""Children that are alive and silent: ended, to be started again like one that was lost."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import httpx
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling
 
+from model_runtime.protocol import GatewayStatus
 from tasks.children import Child
 from tasks.gateway_admin import GatewayAdmin
 
@@ -18,11 +19,14 @@ log = logging.getLogger(__name__)
 
 LISTEN_EVERY_S = 5.0
 SILENT_LIMIT_S = 180.0
-"""A model's runtime that renews no lease for this long hangs, or never came up."""
+"""A model's runtime that renews no lease for this long hangs, or never came up; so does a driver that gives
+no sign of life."""
+HEARD_S = 30.0
+"""A driver that gave a sign of life no longer ago works."""
 
 
 class HangWatch:
-    """Listens for the leases that the gateway sees renewed.
+    """Listens for the leases that the gateway sees renewed, and for the drivers' signs of life.
 
     Time in which the gateway could not be asked, or this process stood still, is held against nobody.
     """
@@ -31,7 +35,7 @@ class HangWatch:
         self._lease_s = lease_s
         self._listened_at = time.monotonic()
 
-    async def end_hung(self, models: Mapping[str, Child], admin: GatewayAdmin) -> None:
+    async def end_hung(self, children: Iterable[Child], admin: GatewayAdmin) -> None:
         """Called again and again; looks every few seconds."""
         now = time.monotonic()
         passed_s = min(now - self._listened_at, 2 * LISTEN_EVERY_S)
@@ -41,12 +45,18 @@ class HangWatch:
         status = await admin.status()
         if status is None:
             return
-        for model_id, child in models.items():
-            model = status.models.get(model_id)
-            heard = model is not None and model.age_s is not None and model.age_s < self._lease_s
+        for child in children:
+            heard = self._is_heard(child.role, status)
             child.silent_s = 0.0 if heard else child.silent_s + passed_s
-            if child.final is None and not child.ending and child.silent_s > SILENT_LIMIT_S:
+            limit_s = max(SILENT_LIMIT_S, child.busy_limit_s)
+            if child.final is None and not child.ending and child.silent_s > limit_s:
                 await _end(child)
+
+    def _is_heard(self, role: str, status: GatewayStatus) -> bool:
+        model = status.models.get(role)
+        if model is not None:
+            return model.age_s is not None and model.age_s < self._lease_s
+        return status.heard_s.get(role, HEARD_S) < HEARD_S
 
 
 async def _end(child: Child) -> None:

@@ -15,6 +15,7 @@ from model_runtime.protocol import (
     HoldRequest,
     ModelRenewal,
     RenewalAnswer,
+    SignOfLife,
 )
 
 control = APIRouter(tags=["control"])
@@ -33,6 +34,13 @@ async def renew_model(request: Request, model_id: str, body: ModelRenewal) -> Re
 async def set_desired(request: Request, body: DesiredRequest) -> DesiredRequest:
     """What the run is to do; `stop` is sticky. Answers the state in force."""
     return gateway_of(request).set_desired(body)
+
+
+@control.post("/admin/alive", dependencies=[Depends(require_admin)])
+async def note_sign_of_life(request: Request, body: SignOfLife) -> SignOfLife:
+    """The parent or a driver lives and works; /admin/status says how long ago it said so."""
+    gateway_of(request).note_alive(body.role)
+    return body
 
 
 @control.put("/admin/evaluations/{evaluation_id}", dependencies=[Depends(require_admin)])

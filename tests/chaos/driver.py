@@ -48,7 +48,7 @@ from tests.integration.test_prefect_lifecycle import MARK, QUICKSTART, Up
 CHAOS = Path(__file__).parent
 LAYOUT = RunLayout("run-1")
 MODELS = ("planner_model", "solver_model")
-VICTIM_LIMIT_S = 90.0
+VICTIM_LIMIT_S = 180.0
 """Longest wait for a process of a role to appear."""
 RESUME_LIMIT_S = 120.0
 """Longest time a launch takes to end once what stands above it is gone."""
@@ -98,7 +98,7 @@ class ChaosRun:
         self._config = write(folder, max_steps=max_steps, store_url=url)
         self._witness = folder / "witness.jsonl"
         self._launches: list[Up] = []
-        self._stopped: list[tuple[float, psutil.Process]] = []
+        self._stopped: list[tuple[float, psutil.Process, Fault]] = []
         self._store_well_at = 0.0
         self._versions: dict[tuple[str, int], str] = {}
         self._looked = 0.0
@@ -164,8 +164,11 @@ class ChaosRun:
         if fault.role == "store":
             self.break_store(fault)
             return
+        ends_it = fault.role in ENDS_THE_LAUNCH and fault.how != "SIGSTOP"
+        while ends_it and self._stopped:  # stopped for as long as they are to be
+            self.tick()
         until = time.monotonic() + VICTIM_LIMIT_S
-        while (victim := find(self.up, fault.role, self._draw)) is None or not hit(victim, fault.how):
+        while (victim := find(self.up, fault.role, self._draw)) is None or not self.hit(victim, fault):
             self.tick()
             if time.monotonic() > until or self.up.process.poll() == 0:
                 self.say(f"no {fault.role} to hit")
@@ -173,9 +176,26 @@ class ChaosRun:
         self.say(f"{fault} (pid {victim.pid})")
         self.outcome.faults.append(fault)
         if fault.how == "SIGSTOP":
-            self._stopped.append((time.monotonic() + fault.stop_s, victim))
-        elif fault.role in ENDS_THE_LAUNCH:
+            self._stopped.append((time.monotonic() + fault.stop_s, victim, fault))
+        elif ends_it:
             self.after_the_end_of_a_launch()
+
+    def hit(self, victim: psutil.Process, fault: Fault) -> bool:
+        """False when it was gone already, or is stopped just now. A stop that ends early because what stands
+        above it is killed counts for nothing."""
+        if any(process == victim for _, process, _ in self._stopped):
+            return False
+        try:
+            below = victim.children(recursive=True) if fault.how != "SIGSTOP" else []
+        except psutil.Error:
+            return False
+        if not hit(victim, fault.how):
+            return False
+        for stop in [s for s in self._stopped if s[1] in below]:
+            self.say(f"cut short: {stop[2]}")
+            self._stopped.remove(stop)
+            self.outcome.faults.remove(stop[2])
+        return True
 
     def break_store(self, fault: Fault) -> None:
         assert self.proxy is not None, "a store can be broken only behind a proxy"
@@ -244,9 +264,9 @@ class ChaosRun:
             f"not done within {self.limit_s:.0f} s:\n{self.up.output()[-3000:]}"
         )
         now = time.monotonic()
-        for due, process in [s for s in self._stopped if s[0] <= now]:
-            self._stopped.remove((due, process))
-            hit(process, "SIGCONT")
+        for stop in [s for s in self._stopped if s[0] <= now]:
+            self._stopped.remove(stop)
+            hit(stop[1], "SIGCONT")
         if self._store_well_at and now > self._store_well_at:
             self.heal_store()
         if now - self._looked > 1.0:
@@ -272,7 +292,7 @@ class ChaosRun:
             return  # it is broken on purpose
 
     def wake_all(self) -> None:
-        for _, process in self._stopped:
+        for _, process, _ in self._stopped:
             hit(process, "SIGCONT")
         self._stopped.clear()
 

@@ -82,7 +82,9 @@ def deal(left: Counter[Cell], seed: int, count: int) -> list[Fault]:
             continue
         lasts = STOP_S if how == "SIGSTOP" else 0.0
         dealt.append(Fault(role, how, round(draw.uniform(*GAP_S), 1), lasts))
-    return dealt
+    # What ends a launch waits until nobody is stopped, so it comes first, or last, once.
+    early = bool(seed % 2)
+    return sorted(dealt, key=lambda f: (f.role in ENDS_THE_LAUNCH and f.how != "SIGSTOP") != early)
 
 
 def read_outcomes(out: Path) -> list[Outcome]:

@@ -7,13 +7,23 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from deployments.local import LocalStack, _is_free, _listens, prefect_env
+from deployments import local
+from deployments.local import (
+    MAX_SERVER_RESTARTS,
+    SERVER_STABLE_S,
+    LocalStack,
+    _is_free,
+    _listens,
+    prefect_env,
+)
 from deployments.prefect_client import PrefectApi
 from model_runtime.config import RunConfig
-from model_runtime.errors import ConfigError
+from model_runtime.errors import ConfigError, ProcessError
 from model_runtime.processes import free_port
 
 CONFIG = RunConfig.model_validate(
@@ -69,6 +79,83 @@ async def test_a_prefect_of_ones_own_that_does_not_answer_is_said(
     with pytest.raises(ConfigError, match="PREFECT_API_URL: no Prefect server answers"):
         await stack.start()
     await stack.stop()
+
+
+class Server:
+    """Stands for the process of a Prefect server."""
+
+    pid = 1
+    returncode: int | None = None
+
+    def log_tail(self, lines: int = 20) -> str:
+        return "its last words"
+
+    log_path = Path("server.log")
+
+
+class Trouble:
+    """A stack whose server is answered for, on a clock of the test's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("REPERTORY_HOME", str(tmp_path))
+        self.now, self.healthy, self.said = 0.0, True, list[str]()
+        self.stack = LocalStack(CONFIG, self.said.append)
+        self.stack.server = Server()  # type: ignore[assignment]
+        self.stack.api = SimpleNamespace(healthy=self._healthy)  # type: ignore[assignment]
+        monkeypatch.setattr(local.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(LocalStack, "_spawn_server", self._spawn)
+        monkeypatch.setattr(LocalStack, "_server_listens", self._listens)
+
+    async def _healthy(self) -> bool:
+        return self.healthy
+
+    async def _spawn(self, port: int) -> Any:
+        self.stack.server = Server()  # type: ignore[assignment]
+        self.stack._server_started_at = self.stack._server_asked_at = self.now
+        self.stack._server_silent_s = 0.0
+        return self.stack.server
+
+    async def _listens(self, server: Any, port: int) -> bool:
+        return True
+
+    async def pass_time(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now += 1.0
+            await self.stack.tend()
+
+    async def die(self) -> None:
+        assert self.stack.server is not None
+        self.stack.server.returncode = -9  # type: ignore[misc]
+        await self.stack.tend()
+
+
+async def test_a_prefect_server_that_hangs_is_started_again_and_one_that_pauses_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trouble = Trouble(monkeypatch, tmp_path)
+    trouble.healthy = False
+    await trouble.pass_time(60)
+    trouble.healthy = True
+    await trouble.pass_time(60)
+    trouble.healthy = False
+    trouble.now += 500.0  # this process stood still: nobody asked
+    await trouble.pass_time(60)
+    assert trouble.said == []
+    await trouble.pass_time(100)
+    assert trouble.said == ["Prefect server: silent for 120 s; starting it again, the run goes on meanwhile"]
+
+
+async def test_a_prefect_server_that_lived_long_earns_its_restarts_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trouble = Trouble(monkeypatch, tmp_path)
+    for _ in range(4 * MAX_SERVER_RESTARTS):
+        await trouble.pass_time(int(SERVER_STABLE_S) + 1)
+        await trouble.die()
+    for _ in range(MAX_SERVER_RESTARTS - 1):
+        await trouble.die()
+    with pytest.raises(ProcessError, match="Prefect server died"):
+        await trouble.die()
 
 
 def test_the_dashboard_is_beside_the_api() -> None:

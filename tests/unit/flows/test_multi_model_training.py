@@ -81,6 +81,7 @@ class FakeGateway:
     def __init__(self) -> None:
         self.wanted: list[str] = []
         self.models: dict[str, ModelStatus] | None = {m: model_status(m) for m in ("a", "b")}
+        self.heard = {"rollout": 0.1}
         self.admin = SimpleNamespace(status=self._status)
 
     async def want(self, state: str, reason: str) -> None:
@@ -98,6 +99,7 @@ class FakeGateway:
             waiting_groups=0,
             open_sessions=0,
             settlements={},
+            heard_s=self.heard,
         )
 
 
@@ -234,6 +236,37 @@ async def test_a_model_that_hangs_is_ended_and_started_again_and_is_no_failure(
     assert ended == ["b"]
     assert run.failures == {}
     assert run.models["a"].incarnation == 1
+
+
+@pytest.mark.parametrize("last_heard", [{}, {"rollout": 500.0}])
+async def test_a_driver_that_hangs_is_ended_and_started_again_and_is_no_failure(
+    local_store: Store,
+    prefect: FakePrefect,
+    monkeypatch: pytest.MonkeyPatch,
+    last_heard: dict[str, float],
+) -> None:
+    run = await make_run(local_store, config())
+    monkeypatch.setattr(hang_watch, "LISTEN_EVERY_S", 0.001)
+    monkeypatch.setattr(hang_watch, "SILENT_LIMIT_S", 0.01)
+    ended: list[str] = []
+
+    async def end(child: Child) -> None:
+        child.ending = True
+        ended.append(child.role)
+        prefect.end(child.role, Cancelled())
+
+    monkeypatch.setattr(hang_watch, "_end", end)
+    assert run.rollout is not None
+    assert run.rollout.busy_limit_s == run.config.workflow.execution_timeout_s
+    run.rollout.busy_limit_s = 0.02
+    run.gateway.heard = last_heard  # type: ignore[attr-defined]
+    async with asyncio.timeout(10):
+        while run.rollout.incarnation == 1:
+            await watch_children(run)
+            await asyncio.sleep(0.002)
+    assert ended == ["rollout"]
+    assert run.failures == {}
+    run.gateway_task.cancel()
 
 
 async def test_a_gateway_that_does_not_answer_makes_nobody_seem_to_hang(

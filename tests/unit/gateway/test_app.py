@@ -278,6 +278,25 @@ def test_a_drain_ends_the_supply_of_groups_and_stop_is_sticky(own_harness: Gatew
     assert desire("drain") == "stop"
 
 
+def test_the_gateway_says_how_long_ago_the_parent_and_the_driver_gave_a_sign_of_life(
+    own_harness: GatewayHarness,
+) -> None:
+    def heard() -> dict[str, float]:
+        return own_harness.http.get("/admin/status", headers=own_harness.admin).json()["heard_s"]
+
+    def tell(role: str) -> int:
+        return own_harness.http.post(
+            "/admin/alive", json={"role": role}, headers=own_harness.admin
+        ).status_code
+
+    assert heard() == {}
+    assert tell("rollout") == 200
+    first = heard()["rollout"]
+    assert heard()["rollout"] > first >= 0
+    assert (tell("parent"), tell("somebody else")) == (200, 422)
+    assert set(heard()) == {"rollout", "parent"}
+
+
 def test_runtimes_hear_of_a_drain_once_no_group_is_open(
     own_harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +322,7 @@ def test_the_openapi_document_names_every_route(harness: GatewayHarness) -> None
         "/sessions/{session_id}/v1/messages/count_tokens",
         "/admin/models/{model_id}",
         "/admin/desired",
+        "/admin/alive",
         "/admin/status",
         "/health",
         "/metrics",

@@ -94,6 +94,7 @@ CONTROL = [
     ("GET", "/metrics"),
     ("PUT", "/admin/desired"),
     ("PUT", "/admin/models/plan"),
+    ("POST", "/admin/alive"),
     ("POST", "/groups"),
     ("POST", "/sessions"),
 ]

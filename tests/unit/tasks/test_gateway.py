@@ -40,6 +40,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_PUT(self):
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
         (folder / f"wish-{a.incarnation}").write_text(body); self.answer()
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        (folder / f"alive-{a.incarnation}").write_text(self.path + body); self.answer()
     def log_message(self, *args): pass
 server = http.server.HTTPServer(("127.0.0.1", int(a.admin_port)), Handler, bind_and_activate=False)
 server.socket = socket.socket(fileno=int(a.admin_listen_fd))
@@ -157,6 +160,15 @@ async def test_stop_leaves_no_process(running: GatewayProcess, workspace: Worksp
     await running.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_the_gateway_is_told_that_the_parent_lives(
+    running: GatewayProcess, workspace: Workspace
+) -> None:
+    supervising = asyncio.create_task(running.supervise())
+    await until(lambda: (workspace.root / "alive-1").exists(), limit_s=20)
+    supervising.cancel()
+    assert (workspace.root / "alive-1").read_text() == '/admin/alive{"role":"parent"}'
 
 
 async def test_a_silent_gateway_is_ended_and_restarted(
