@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import secrets
 import time
@@ -32,6 +33,11 @@ _MAX_BACKOFF_S = 30.0
 _STABLE_AFTER_S = 600.0
 _LOAD_INTERVAL_S = 5.0
 _LOAD_TIMEOUT_S = 2.0
+
+# What vLLM's API process says of an engine process that a signal ended.
+_KILLED_ENGINE = re.compile(r"Failed core proc\(s\): \{[^}]*: -\d+")
+
+logger = logging.getLogger(__name__)
 
 # What vLLM says, and what helps.
 _HINTS = (
@@ -177,13 +183,24 @@ class RolloutRuntime:
     # -------------------------------------------------------------- one server
 
     async def _start_replica(self, index: int, environment: VLLMEnvironment) -> None:
-        for attempt in range(1, _PORT_ATTEMPTS + 1):
+        """What fails by itself fails again, and is told at once; what was killed, or lost its port, is tried
+        again."""
+        ports, restarts = 1, 0
+        while True:
             try:
                 await self._start_attempt(index, environment)
                 return
             except RolloutServerError as error:
-                await self._stop_replica(self.replicas[index])
-                if "address already in use" not in str(error).lower() or attempt == _PORT_ATTEMPTS:
+                replica = self.replicas[index]
+                killed = _was_killed(replica.child)
+                await self._stop_replica(replica)
+                if killed and restarts < self.model.rollout.max_restarts:
+                    restarts += 1
+                    logger.warning("%s; starting it again (%d)", str(error).partition("\n")[0], restarts)
+                    await asyncio.sleep(backoff_s(restarts))
+                elif "address already in use" in str(error).lower() and ports < _PORT_ATTEMPTS:
+                    ports += 1
+                else:
                     raise
 
     async def _start_attempt(self, index: int, environment: VLLMEnvironment) -> None:
@@ -339,6 +356,13 @@ class RolloutRuntime:
 def backoff_s(restarts: int) -> float:
     """Wait before the n-th restart: none, 1, 2, 4 … 30 s."""
     return 0.0 if restarts <= 1 else min(_MAX_BACKOFF_S, 2.0 ** (restarts - 2))
+
+
+def _was_killed(child: ChildProcess | None) -> bool:
+    """Did a signal end the server, or one of its engine processes, rather than a fault of its own?"""
+    if child is None or child.returncode is None:
+        return False
+    return child.returncode < 0 or _KILLED_ENGINE.search(child.log_tail(400)) is not None
 
 
 def describe_log(log: Path | None) -> str:

@@ -3,7 +3,8 @@ here, from the standard library, up in 0.2 s. `make_fake_vllm` writes it; $REPER
 
 Behaviour is steered by files in the environment's folder, so that a test can change it at any time:
 `hang` (generation never answers), `refuse` (generation answers 500), `die` (exits at start, printing the
-file's text), `taken` (the next start reports its port in use, once).
+file's text), `taken` (the next start reports its port in use, once), `killed` (the next start is killed,
+once, or its engine is, as the file says).
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ argument = dict(zip(sys.argv, sys.argv[1:]))
 if (home / "die").exists():
     print((home / "die").read_text(), flush=True)
     sys.exit(1)
+if (home / "killed").exists():
+    whom = (home / "killed").read_text()
+    (home / "killed").unlink()
+    if whom == "engine":
+        print("RuntimeError: Engine core initialization failed. See root cause above. "
+              "Failed core proc(s): {'EngineCore': -9}", flush=True)
+        sys.exit(1)
+    os.kill(os.getpid(), 9)
 if (home / "taken").exists():
     (home / "taken").unlink()
     print("OSError: [Errno 98] Address already in use", flush=True)

@@ -205,6 +205,24 @@ async def test_a_server_that_does_not_start_says_why_and_leaves_no_process(fake,
     assert all(replica.child.returncode is not None for replica in servers.replicas)
 
 
+@pytest.mark.parametrize("whom", ["api", "engine"])
+async def test_a_server_that_is_killed_while_it_starts_is_started_again(fake, model_path, tmp_path, whom):
+    (fake / "killed").write_text(whom)
+    servers = runtime(model_path, tmp_path)
+    await servers.start()
+    try:
+        (replica,) = servers.replicas
+        assert (replica.ready, replica.attempt) == (True, 2)
+    finally:
+        await servers.stop()
+
+
+async def test_restarts_of_a_server_that_is_killed_while_it_starts_are_bounded(fake, model_path, tmp_path):
+    (fake / "killed").write_text("api")
+    with pytest.raises(RolloutServerError, match="exit code -9 before it was ready"):
+        await runtime(model_path, tmp_path, max_restarts=0).start()
+
+
 async def test_a_server_that_is_healthy_but_can_not_generate_is_not_ready(fake, model_path, tmp_path):
     (fake / "refuse").touch()
     with pytest.raises(RolloutServerError, match=r"does not generate.*refused for the test"):
