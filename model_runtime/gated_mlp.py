@@ -7,7 +7,7 @@ follows from them by the element is computed again, which costs next to nothing 
 from __future__ import annotations
 
 import logging
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,11 +26,12 @@ logger = logging.getLogger(__name__)
 def fuse_gated_mlps(model: nn.Module, *, dtype: torch.dtype | None) -> int:
     """Give every such block the fused forward pass; returns how many there are. Blocks that are built
     otherwise, or have a projection without LoRA, stay as they are. `dtype` as in fuse_lora."""
-    blocks = [module for module in model.modules() if _is_gated(module)]
+    blocks: list[Any] = [module for module in model.modules() if _is_gated(module)]
     if not blocks or not _computes_the_same(blocks[0], dtype):
         return 0
     for block in blocks:
-        block.forward = partial(_forward, block, dtype)
+        block.__class__ = _fused(type(block))
+        block.fused_dtype = dtype
     return len(blocks)
 
 
@@ -56,6 +57,16 @@ def _computes_the_same(block: Any, dtype: torch.dtype | None) -> bool:
         return True
     logger.info("%s is not the gated block it looks like (off by %.1e)", type(block).__name__, distance)
     return False
+
+
+@cache
+def _fused(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class, as in FusedLoRALinear: what is compiled for one layer serves them all."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return _forward(self, self.fused_dtype, x)
+
+    return type(f"Fused{kind.__name__}", (kind,), {"forward": forward})
 
 
 def _forward(block: Any, dtype: torch.dtype | None, x: Tensor) -> Tensor:

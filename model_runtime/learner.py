@@ -122,6 +122,7 @@ class Learner:
         applied. Raises TrainerError, with nothing applied, when loss or gradient is not finite.
         """
         rows = [row for row in rows if row.loss_mask.any()]
+        self._refuse_what_the_model_cannot_read(rows)
         parameters = list(self.policy.parameters.values())
         self.ranks.begin_update(self._model, rows, step=step, proximal=proximal, parameters=parameters)
         passes = self._passes(rows)
@@ -145,6 +146,23 @@ class Learner:
         self.ranks.sum_gradients(parameters)
         batch.join(self.ranks.gather(batch.seen()))
         return self._step(batch, step) if self.ranks.rank == 0 else {}
+
+    def _refuse_what_the_model_cannot_read(self, rows: Sequence[Row]) -> None:
+        vocab_size, max_positions = self.policy.vocab_size, self.policy.max_positions
+        for row in rows:
+            trajectory = row.trajectory
+            who = f"{self._model.model_id}: row {trajectory.trajectory_id} of agent {trajectory.agent_id!r}"
+            last_id = max(int(trajectory.prompt_ids.max()), int(trajectory.response_ids.max()))
+            if last_id >= vocab_size:
+                raise TrainerError(
+                    f"{who} has token id {last_id}, the model in {self._model.model_path} has {vocab_size}: "
+                    "model_path must be the model that sampled it"
+                )
+            if max_positions is not None and trajectory.num_tokens > max_positions:
+                raise TrainerError(
+                    f"{who} has {trajectory.num_tokens} tokens, the model in {self._model.model_path} has "
+                    f"{max_positions} positions: set rollout.max_model_len (sft.max_tokens) to at most that"
+                )
 
     def _mine(self, passes: Sequence[_Pass]) -> list[int]:
         """Which passes are this process's."""

@@ -6,7 +6,6 @@ and does the adapter's part in float32 whatever the base is. PEFT still owns the
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -32,9 +31,10 @@ def fuse_lora(model: nn.Module, *, dtype: torch.dtype | None) -> None:
     `dtype`: what its products are computed in (autocast); None: the base weight's, with the adapter's own
     part in float32.
     """
-    for module in model.modules():
-        if is_plain_lora(module):
-            module.forward = partial(_forward, module, dtype)
+    fused: Any
+    for fused in filter(is_plain_lora, model.modules()):
+        fused.__class__ = FusedLoRALinear
+        fused.fused_dtype = dtype
 
 
 def is_plain_lora(module: nn.Module) -> TypeGuard[PeftLinear]:
@@ -48,9 +48,14 @@ def factors_of(module: PeftLinear) -> Factors:
     return Factors(base.weight, base.bias, a, b, module.scaling[_ADAPTER])
 
 
-def _forward(module: PeftLinear, dtype: torch.dtype | None, x: Tensor) -> Tensor:
-    function: Any = _LoRALinear
-    return function.apply(x, dtype, *factors_of(module))
+class FusedLoRALinear(PeftLinear):
+    """A class, and not a function of each module's own: what is compiled for one layer serves them all."""
+
+    fused_dtype: torch.dtype | None
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        function: Any = _LoRALinear
+        return function.apply(x, self.fused_dtype, *factors_of(self))
 
 
 class _LoRALinear(torch.autograd.Function):

@@ -19,7 +19,7 @@ from model_runtime.segments import row_means
 
 # Beyond this a log ratio is clamped, and its gradient is zero: e^20 is already no usable weight.
 MAX_LOG_RATIO = 20.0
-# The same for the sequence ratios of gspo, from above only.
+# The same for the sequence ratios of gspo and gmpo, from above only.
 MAX_SEQUENCE_LOG_RATIO = 10.0
 MAX_KL = 10.0
 
@@ -152,12 +152,14 @@ def gmpo(
     clip_ratio_high: float,
 ) -> PolicyLoss:
     """The row's geometric mean of ratios that were clipped token by token, in log space
-    (arXiv 2507.20673; verl's `geo_mean`). With seq-mean-token-mean it is the paper's."""
+    (arXiv 2507.20673; verl's `geo_mean`, which bounds no mean). With seq-mean-token-mean it is the
+    paper's."""
     log_ratio_T = logprobs_T - old_logprobs_T
     bounded_T = log_ratio_T.clamp(-clip_ratio_low, clip_ratio_high)
     sign_T = advantages_T.sign()
     pessimistic_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * bounded_T)
-    ratio_T = row_means(pessimistic_T, row_T, num_rows).exp()[row_T]
+    mean_B = row_means(pessimistic_T, row_T, num_rows).clamp(max=MAX_SEQUENCE_LOG_RATIO)
+    ratio_T = mean_B.exp()[row_T]
     clipped_T = log_ratio_T != bounded_T
     return PolicyLoss(
         losses_T=-advantages_T * ratio_T,

@@ -39,14 +39,7 @@ def needs_start(objective: ObjectiveConfig) -> bool:
     those of the version this sync window began with, else its current ones."""
     if objective.old_logprobs == "proximal" or objective.rejection:
         return True
-    return _weighs(objective) and objective.importance_weight_normalize
-
-
-def _weighs(objective: ObjectiveConfig) -> bool:
-    """With the sampler's logprobs as old ones the ratio corrects for it already, and weights are not applied
-    on top; a loss without a ratio is corrected by weights alone."""
-    by_ratio = objective.old_logprobs == "behavior" and objective.loss != "reinforce"
-    return objective.importance_weight_cap is not None and not by_ratio
+    return objective.is_weighed and objective.importance_weight_normalize
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +104,7 @@ class BatchObjective:
             keep_T, figures = rejection(log_ratio_T, row_T, self._num_rows, objective.rejection)
             self._metrics |= {f"rollout_corr/{name}": value for name, value in figures.items()}
             self._keep = list(keep_T.split([len(row) for row in self._rows]))
-        if _weighs(objective) and objective.importance_weight_normalize:
+        if objective.is_weighed and objective.importance_weight_normalize:
             weights_T = self._weights(log_ratio_T, row_T)
             level = objective.importance_weight_level
             self._weight_factor = mean_weight(weights_T, row_T, self._num_rows, level=level)
@@ -142,7 +135,7 @@ class BatchObjective:
         self._seen.index.append(index)
         self._remember(anchor_T, behavior_T, row_T)
         weights_T = None
-        if _weighs(objective):
+        if objective.is_weighed:
             weights_T = self._weights(anchor_T - behavior_T, row_T) / self._weight_factor
         old_T = behavior_T if objective.old_logprobs == "behavior" else anchor_T
         if self._keep is not None:

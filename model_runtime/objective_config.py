@@ -222,9 +222,43 @@ class ObjectiveConfig(Section):
             raise ValueError(f"{what} compare each agent with itself: baseline_key can't be group")
         return self
 
+    @property
+    def is_weighed(self) -> bool:
+        """Whether losses are multiplied by importance weights. With the sampler's logprobs as old ones the
+        ratio corrects for it already, and nothing comes on top; a loss without a ratio is corrected by
+        weights alone."""
+        by_ratio = self.old_logprobs == "behavior" and self.loss != "reinforce"
+        return self.importance_weight_cap is not None and not by_ratio
+
+    def _idle_weight_settings(self) -> list[str]:
+        """Settings of weights that differ from the defaults and weigh nothing."""
+        names = ("importance_weight_floor", "importance_weight_level", "importance_weight_normalize")
+        fields = type(self).model_fields
+        return [] if self.is_weighed else [n for n in names if getattr(self, n) != fields[n].default]
+
     def warnings(self) -> list[str]:
         """What is accepted and may surprise, one sentence each."""
         found = []
+        if idle := self._idle_weight_settings():
+            found.append(
+                f"{' and '.join(idle)} change nothing with old_logprobs {self.old_logprobs}: the ratio "
+                "corrects for the sampler; set old_logprobs to recomputed or proximal to correct by weights"
+            )
+        if self.old_logprobs != "behavior" and self.importance_weight_cap is None and not self.rejection:
+            found.append(
+                f"old_logprobs {self.old_logprobs} without importance_weight_cap and rejection: nothing "
+                "corrects for the sampler's policy"
+            )
+        if self.loss == "gspo" and min(self.clip_ratio_low, self.clip_ratio_high) >= 0.1:
+            found.append(
+                f"loss gspo clips means over a row: clip_ratio_low {self.clip_ratio_low:g} and "
+                f"clip_ratio_high {self.clip_ratio_high:g} hardly ever act; published are 3e-4 and 4e-4"
+            )
+        if self.aggregation_scale_tokens is not None and self.aggregation != "seq-mean-token-sum-norm":
+            found.append(
+                f"aggregation_scale_tokens {self.aggregation_scale_tokens} changes nothing with aggregation "
+                f"{self.aggregation}; seq-mean-token-sum-norm divides by it"
+            )
         cap = self.importance_weight_cap
         if self.loss == "reinforce":
             bound = "no importance weights" if cap is None else f"importance weights up to {cap}"

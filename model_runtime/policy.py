@@ -60,6 +60,7 @@ class Policy:
         causal_lm: Any = lora_model.model.to(self.device).eval()
         self._forward = Forward(causal_lm, model.trainer, model_id=model.model_id)
         self._vocab_size = causal_lm.get_input_embeddings().num_embeddings
+        self._max_positions = _learned_positions(causal_lm.config)
         self._parameters = {
             name.replace(".default", ""): parameter
             for name, parameter in peft_model.named_parameters()
@@ -67,7 +68,7 @@ class Policy:
         }
         self._start = start
         if start is not None:
-            self.load(start)
+            self._begin_from_given(start, model)
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -77,6 +78,11 @@ class Policy:
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest row the model can read at all; None where positions are computed, and not looked up."""
+        return self._max_positions
 
     @property
     def row_layout(self) -> RowLayout:
@@ -102,15 +108,32 @@ class Policy:
         """A copy of the adapter in host memory."""
         return {name: p.detach().to("cpu", copy=True).numpy() for name, p in self._parameters.items()}
 
+    def _begin_from_given(self, start: Tensors, model: ModelConfig) -> None:
+        if (misfit := self._misfit(start)) is not None:
+            name, ours, theirs = misfit
+            raise ConfigError(
+                f"{model.model_id}.adapter_path: the adapter in {model.adapter_path} is not one of "
+                f"{model.model_path}: {name} has shape {theirs} there and {ours} here; give the base it was "
+                "trained on, or another adapter"
+            )
+        self.load(start)
+
+    def _misfit(self, tensors: Tensors) -> tuple[str, Any, Any] | None:
+        """The first tensor that differs: its name, our shape, the other's (None: it is not there)."""
+        want = {name: tuple(p.shape) for name, p in self._parameters.items()}
+        got = {name: tuple(t.shape) for name, t in tensors.items()}
+        if want == got:
+            return None
+        name = sorted(set(want.items()) ^ set(got.items()))[0][0]
+        return name, want.get(name), got.get(name)
+
     @torch.no_grad()
     def load(self, tensors: Tensors) -> None:
         """Replace the adapter's values. Raises ConfigError when names or shapes are not this adapter's."""
-        want = {name: tuple(p.shape) for name, p in self._parameters.items()}
-        got = {name: tuple(t.shape) for name, t in tensors.items()}
-        if want != got:
-            name = sorted(set(want.items()) ^ set(got.items()))[0][0]
+        if (misfit := self._misfit(tensors)) is not None:
+            name, ours, theirs = misfit
             raise ConfigError(
-                f"{name}: this adapter has shape {want.get(name)}, the stored one {got.get(name)}; "
+                f"{name}: this adapter has shape {ours}, the stored one {theirs}; "
                 "lora.rank and lora.target_modules can't change within a run"
             )
         for name, parameter in self._parameters.items():
@@ -211,6 +234,15 @@ def _load_base(model: ModelConfig) -> nn.Module:
     return base.requires_grad_(False)
 
 
+def _learned_positions(config: Any) -> int | None:
+    """How many positions a model has an embedding for; None for rotary ones and the like."""
+    if getattr(config, "rope_parameters", None) or getattr(config, "position_embedding_type", "") == "rotary":
+        return None
+    if getattr(config, "alibi", False):
+        return None
+    return getattr(config, "max_position_embeddings", None)
+
+
 def _lora_config(model: ModelConfig) -> tuple[LoraConfig, Tensors | None]:
     """The adapter's settings, and its values when the run starts from a given one."""
     if model.adapter_path is None:
@@ -232,6 +264,7 @@ def _lora_config(model: ModelConfig) -> tuple[LoraConfig, Tensors | None]:
             f"has rank {config.r}: set lora.rank to that"
         )
     config.inference_mode, config.lora_dropout, config.task_type = False, 0.0, "CAUSAL_LM"
+    config.base_model_name_or_path = model.model_path  # PEFT warns where the adapter names another folder
     return config, start
 
 

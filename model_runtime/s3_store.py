@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import s3fs
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
 from model_runtime.config import StoreConfig
 from model_runtime.errors import ConfigError, StoreError, StoreUnavailableError
@@ -18,6 +19,11 @@ from model_runtime.s3_errors import ConditionFailedError, s3_error
 from model_runtime.store import Store, check_key, visible
 
 T = TypeVar("T")
+
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 5.0
+# Its own generator: a trainer's checkpoint holds Python's, which must not depend on how often a store failed.
+_jitter = random.Random()
 
 # Bytes that an operation may move per second of extra time beyond operation_timeout_s, so that the limit
 # of a small object does not cut off a large one.
@@ -177,7 +183,7 @@ class S3Store(Store):
     ) -> T:
         retrying = AsyncRetrying(
             stop=stop_after_attempt(self._config.max_attempts),
-            wait=wait_exponential_jitter(multiplier=0.2, max=5.0, jitter=0.2),
+            wait=_pause_s,
             retry=retry_if_exception_type(StoreUnavailableError),
             reraise=True,
         )
@@ -221,6 +227,12 @@ class S3Store(Store):
         )
         fs.retries = 1
         return fs
+
+
+def _pause_s(state: RetryCallState) -> float:
+    """Before the next attempt: twice the last pause, and a little more, so that many don't return at once."""
+    doubled_s = _FIRST_PAUSE_S * 2 ** (state.attempt_number - 1)
+    return min(_LONGEST_PAUSE_S, doubled_s + _jitter.uniform(0, _FIRST_PAUSE_S))
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:

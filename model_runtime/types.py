@@ -9,7 +9,8 @@ own at the start of an update. Suffixes in array names elsewhere: `_P` prompt, `
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -180,6 +181,17 @@ def check_trajectory(t: Trajectory) -> None:
         covered[turn.start : turn.end] = True
     if (covered != sampled).any():
         refuse("the turns do not cover exactly the sampled tokens")
+    for name, value in _all_rewards(t):
+        if value is not None and not math.isfinite(value):
+            refuse(f"{name} is {value}: a reward is a finite number, or None when it never came")
+
+
+def _all_rewards(t: Trajectory) -> Iterator[tuple[str, float | None]]:
+    levels = {"workflow_rewards": t.workflow_rewards, "agent_rewards": t.agent_rewards}
+    levels |= {f"turn {turn.turn_index}'s rewards": turn.rewards for turn in t.turns}
+    for level, rewards in levels.items():
+        for component, value in rewards.items():
+            yield f"{level}[{component!r}]", value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

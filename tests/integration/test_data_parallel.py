@@ -1,5 +1,5 @@
-"""Real trainers on one and on several processes: the same training; a rank that dies takes the step down and
-nothing else."""
+"""Real trainers on one and on several processes: the same training (its gradients, over random batches:
+test_ways_of_a_step.py); a rank that dies takes the step down and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from model_runtime.adapters import check_adapter, fetch_version
-from model_runtime.data_parallel import LeadingRank, start_ranks
-from model_runtime.learner import Learner
 from model_runtime.metrics import read_metrics
-from tests.random_batches import batch_of, flat_gradient, masks
 from tests.training_log import TrainingFolder, make_groups, outcome
 
 pytestmark = pytest.mark.integration
@@ -105,59 +98,6 @@ def test_two_processes_train_as_one(tmp_path: Path, tiny_base: Path) -> None:
     assert moved > 1e-3
     assert apart < 1e-2 * moved  # AdamW's first steps have the gradient's sign: noise around 0 is amplified
     assert [b["rows"] for b in folders[0].batches()] == [b["rows"] for b in folders[1].batches()]
-
-
-@pytest.fixture(scope="module")
-def alone_and_together(
-    tmp_path_factory: pytest.TempPathFactory, tiny_base: Path
-) -> Iterator[tuple[Learner, Learner]]:
-    """A learner on its own, and rank 0 of two processes with the same adapter."""
-    trainer = {"micro_batch_tokens": 64, "learning_rate": 0.0, "max_grad_norm": 1e9}
-    root = tmp_path_factory.mktemp("ranks")
-    # Few terms, so that none is what is left of two others: the figures of all are compared above.
-    objective = {"entropy_coef": 0.01, "importance_weight_cap": None}
-    folder = TrainingFolder(root, tiny_base, model={"trainer": trainer, "objective": objective})
-    started = start_ranks(folder.spec, 2)
-    ranks = None
-    try:
-        model = folder.config.model("planner")
-        alone, together = (Learner(model, seed=0) for _ in range(2))
-        rng = np.random.default_rng(0)  # away from B = 0, where half of the gradient is 0
-        tensors = alone.policy.tensors()
-        moved = {n: t + rng.normal(0, 0.05, t.shape).astype(np.float32) for n, t in tensors.items()}
-        for learner in (alone, together):
-            learner.policy.load(moved)
-        together.ranks = ranks = LeadingRank(started, device=torch.device("cpu"))
-        yield alone, together
-    finally:
-        started.end() if ranks is None else ranks.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    prompt_tokens=st.lists(st.integers(1, 40), min_size=1, max_size=3),
-    masks=masks,
-    longest=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_neither_loss_nor_gradient_depends_on_how_many_processes_compute_it(
-    alone_and_together: tuple[Learner, Learner],
-    prompt_tokens: list[int],
-    masks: list[Any],
-    longest: bool,
-    seed: int,
-) -> None:
-    rows = batch_of(prompt_tokens, [*masks, [1, 0, 1], *(["longest"] if longest else [])], seed)
-    found = []
-    for learner in alone_and_together:
-        figures = learner.update(rows, step=1)
-        found.append((figures["actor/pg_loss"], flat_gradient(learner.policy.parameters)))
-    (loss, gradient), (shared_loss, shared_gradient) = found
-    assert gradient.norm() > 0
-    assert abs(shared_loss - loss) <= 1e-5 * max(abs(loss), 0.1)
-    assert ((shared_gradient - gradient).norm() / gradient.norm()).item() <= 1e-5
 
 
 @pytest.mark.slow

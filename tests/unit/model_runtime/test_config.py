@@ -101,6 +101,56 @@ def test_a_loss_that_clips_nothing_and_one_out_of_its_element_are_warned_of() ->
     assert any("loss gspo is defined with aggregation seq-mean-token-mean" in w for w in warnings)
 
 
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [
+        (
+            {"importance_weight_floor": 0.5},
+            "importance_weight_floor change nothing with old_logprobs behavior",
+        ),
+        ({"importance_weight_level": "sequence"}, "importance_weight_level change nothing"),
+        (
+            {"old_logprobs": "proximal", "importance_weight_cap": None},
+            "old_logprobs proximal without importance_weight_cap and rejection: nothing corrects",
+        ),
+        ({"loss": "gspo"}, "clip_ratio_low 0.2 and clip_ratio_high 0.2 hardly ever act; published are 3e-4"),
+        (
+            {"aggregation_scale_tokens": 9},
+            "aggregation_scale_tokens 9 changes nothing with aggregation token-mean",
+        ),
+    ],
+)
+def test_settings_that_change_nothing_are_warned_of(objective: dict[str, Any], said: str) -> None:
+    (warning,) = [
+        w for w in parse_config(changed(((*FIRST, "objective"), objective))).warnings() if said in w
+    ]
+    assert warning.startswith("planner_model.objective: ")
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"old_logprobs": "recomputed", "importance_weight_floor": 0.5},
+        {"loss": "reinforce", "importance_weight_normalize": True},
+        {
+            "old_logprobs": "recomputed",
+            "importance_weight_cap": None,
+            "rejection": [{"statistic": "token_k1", "high": 2}],
+        },
+        {
+            "loss": "gspo",
+            "aggregation": "seq-mean-token-mean",
+            "clip_ratio_low": 3e-4,
+            "clip_ratio_high": 4e-4,
+        },
+        {"aggregation": "seq-mean-token-sum-norm", "aggregation_scale_tokens": 9},
+    ],
+)
+def test_settings_that_act_are_not(objective: dict[str, Any]) -> None:
+    warnings = parse_config(changed(((*FIRST, "objective"), objective))).warnings()
+    assert not any("nothing with" in w or "nothing corrects" in w or "hardly" in w for w in warnings)
+
+
 # What is wrong → path of the field, its value, what is allowed.
 BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
     "unknown advantage": (

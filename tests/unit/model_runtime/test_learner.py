@@ -269,6 +269,28 @@ def test_a_loss_that_is_not_finite_is_not_applied(base):
         np.testing.assert_array_equal(array, before[1][name])
 
 
+@pytest.mark.parametrize("part", ["prompt_ids", "response_ids"])
+def test_a_token_the_model_does_not_have_is_refused_by_name(base, part):
+    trained, bad = learner(base), rows()
+    getattr(bad[2].trajectory, part)[0] = VOCAB_SIZE
+    who = f"planner: row {bad[2].trajectory.trajectory_id} of agent 'planner_agent' has token id {VOCAB_SIZE}"
+    with pytest.raises(TrainerError, match=f"{who}, the model in .* has {VOCAB_SIZE}: model_path must be"):
+        trained.update(bad, step=1)
+
+
+def test_a_row_longer_than_the_positions_a_model_has_embeddings_for_is_refused_by_name(base, monkeypatch):
+    trained, bad = learner(base), rows(3)
+    assert trained.policy.max_positions is None, "rotary positions are computed"
+    longest = max(row.trajectory.num_tokens for row in bad)
+    monkeypatch.setattr(Policy, "max_positions", longest)
+    trained.update(bad, step=1)
+    monkeypatch.setattr(Policy, "max_positions", longest - 1)
+    with pytest.raises(
+        TrainerError, match=rf"has {longest} tokens.* {longest - 1} positions: set rollout\.max"
+    ):
+        trained.update(bad, step=2)
+
+
 def test_an_abandoned_step_leaves_nothing_behind(base):
     class Enough(Exception):
         pass
@@ -389,6 +411,15 @@ def test_what_cannot_be_loaded_is_named(base, changes, message):
 def test_a_starting_adapter_of_another_rank_is_refused(base, tmp_path):
     adapter = make_adapter(tmp_path, base=base, seed=0, rank=16)
     with pytest.raises(ConfigError, match=r"lora\.rank is 8, but the adapter .* has rank 16"):
+        Policy(config(base, adapter_path=str(adapter)), seed=0)
+
+
+@pytest.mark.parametrize("other", [{"hidden_size": 128}, {"num_layers": 3}], ids=["wider", "deeper"])
+def test_a_starting_adapter_of_another_base_is_refused_with_both_places(base, tmp_path, other):
+    adapter = make_adapter(tmp_path / "adapter", base=make_model(tmp_path / "other", **other), seed=0)
+    with pytest.raises(
+        ConfigError, match=r"planner\.adapter_path: the adapter in .*adapter is not one of .*"
+    ):
         Policy(config(base, adapter_path=str(adapter)), seed=0)
 
 

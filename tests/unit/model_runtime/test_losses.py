@@ -1,5 +1,7 @@
 """Properties of the losses beyond the formulas that tests/unit/test_algorithm_vectors_losses.py holds."""
 
+import math
+
 import pytest
 import torch
 
@@ -40,7 +42,38 @@ def test_on_policy_every_loss_has_the_policy_gradient(name):
     torch.testing.assert_close(logprobs.grad, -advantages / 32)
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "gspo"])
+NARROW_BELOW = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "ratio", "advantage", "want"),
+    [
+        ("ppo_clip", NARROW_BELOW, 1.5, 1.0, -1.3),
+        ("ppo_clip", NARROW_BELOW, 0.5, -1.0, 0.9),
+        ("ppo_clip", {"clip_ratio_c": 2.5}, 5.0, -1.0, 2.5),
+        ("gspo", NARROW_BELOW, 1.5, 1.0, -1.3),
+        ("gspo", NARROW_BELOW, 0.5, -1.0, 0.9),
+        ("gmpo", NARROW_BELOW, 1.5, 1.0, -math.exp(0.3)),
+        ("gmpo", NARROW_BELOW, 0.5, -1.0, math.exp(-0.1)),
+        ("cispo", NARROW_BELOW, 1.5, 1.0, 1.3),  # the logprob is −1
+        ("cispo", NARROW_BELOW, 0.5, 1.0, 0.9),
+        ("sapo", {"sapo_tau_positive": 2.0}, 1.0, 1.0, -1.0),
+        ("sapo", {"sapo_tau_negative": 4.0}, 1.0, -1.0, 0.5),
+        ("dppo_tv", NARROW_BELOW, 1.5, 1.0, 1.5),  # e⁻¹ came from 0.245, by 0.123
+        ("dppo_tv", {"clip_ratio_low": 0.3, "clip_ratio_high": 0.1}, 1.5, 1.0, 0.0),
+        ("dppo_tv", {"clip_ratio_low": 0.3, "clip_ratio_high": 0.5}, 0.5, -1.0, 0.0),  # from 0.736, by 0.368
+        ("dppo_tv", {"clip_ratio_low": 0.5, "clip_ratio_high": 0.3}, 0.5, -1.0, -0.5),
+        ("dppo_kl", {"clip_ratio_high": 0.5, "dppo_ratio_cap": 1.2}, 1.5, 1.0, 1.2),
+    ],
+)
+def test_each_loss_takes_its_own_settings_of_the_config(loss, settings, ratio, advantage, want):
+    logprobs = torch.tensor([-1.0])
+    old = logprobs - math.log(ratio)
+    got = one_row(logprobs, old, torch.tensor([advantage]), loss=loss, **settings)
+    assert got.losses_T.item() == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "gspo", "gmpo"])
 def test_a_log_ratio_no_float_can_hold_gives_finite_losses_and_gradients(name):
     logprobs = torch.tensor([-0.5, -200.0], requires_grad=True)
     loss = one_row(logprobs, torch.tensor([-300.0, -0.1]), torch.tensor([-1.0, 1.0]), loss=name)

@@ -217,6 +217,25 @@ def test_the_kl_pulls_towards_the_reference():
     assert metrics["actor/kl_coef"] == 0.5
 
 
+@pytest.mark.parametrize(
+    ("kind", "slope"),
+    [
+        ("k1", lambda apart: np.ones_like(apart)),
+        ("k3", lambda apart: 1 - np.exp(-apart)),
+        ("k3+", lambda apart: apart),
+    ],
+)
+def test_the_kl_is_that_of_the_policy_from_the_reference_and_not_the_other_way_round(kind, slope):
+    rows = make_rows([[1] * 4])
+    rows[0].advantage = 0.0
+    objective = ObjectiveConfig(kl_coef=0.5, kl_penalty=kind)
+    _, gradient, metrics = evaluate(rows, objective, micro_batch_tokens=16)
+    apart = rows[0].now - rows[0].reference
+    np.testing.assert_allclose(gradient[0], 0.5 * slope(apart) / 4, rtol=1e-4, atol=1e-7)
+    value = apart if kind == "k1" else np.exp(-apart) - 1 + apart
+    assert metrics["actor/kl_loss"] == pytest.approx(value.mean(), rel=1e-4)
+
+
 def test_without_a_cap_there_are_no_weights_and_no_figures_of_them():
     logprobs, row = torch.full((3,), -1.0), torch.zeros(3, dtype=torch.long)
     objective = ObjectiveConfig(importance_weight_cap=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from time import monotonic
 from typing import Literal
@@ -82,6 +83,16 @@ def test_a_conflict_with_a_writer_that_then_failed_is_tried_again(
     fake_s3.refuse_next = [409]
     assert s3_store.put_if_absent("k", b"mine") is True
     assert s3_store.get("k") == b"mine"
+
+
+def test_retries_leave_pythons_random_numbers_alone(s3_store: Store, fake_s3: fakes.FakeS3) -> None:
+    """A checkpoint holds them: a store that failed now and then must not change its bytes."""
+    s3_store.put("warm", b"")
+    before = random.getstate()
+    fake_s3.refuse_next = [503, 503]
+    s3_store.put("k", b"1")
+    assert fake_s3.requests.count("PUT /bucket/runs/k") == 3
+    assert random.getstate() == before
 
 
 @pytest.mark.parametrize("status", [429, 503])

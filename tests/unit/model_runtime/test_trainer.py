@@ -1,11 +1,13 @@
 """The trainer's loop over a real log and store, with a tiny real model: what it writes and when, what it
 obeys, and that a crash at any write leads to the same bytes."""
 
+import random
 import threading
 import time
 
 import numpy as np
 import pytest
+import torch
 
 from model_runtime import trainer as module
 from model_runtime.adapters import fetch_version, version_document
@@ -445,6 +447,27 @@ def test_a_crash_changes_nothing_for_an_objective_with_references_and_a_whole_ba
     assert outcomes[0] == outcomes[1]
     assert folder.status().step == 4
     assert folder.status().last_metrics["actor/kl_loss"] > 0
+
+
+def test_random_numbers_go_on_where_the_checkpoint_left_them(tmp_path, base, monkeypatch):
+    """Nothing of the trainer draws any by itself; a model's code may."""
+    update, drawn = Learner.update, []
+
+    def drawing(self, *args, **options):
+        drawn.append((random.random(), np.random.normal(), torch.rand(1).item()))
+        return update(self, *args, **options)
+
+    monkeypatch.setattr(Learner, "update", drawing)
+    outcomes = []
+    for name, lives in (("undisturbed", [8]), ("resumed", [3, 8])):
+        folder = TrainingFolder(tmp_path / name, base)
+        folder.write_groups(make_groups(16))
+        folder.tell(desired="drain", published_version=UNBOUNDED)
+        for folder.epoch, folder.model in enumerate([{"max_steps": n} for n in lives], 1):
+            assert train(folder) == 0
+        outcomes.append(outcome(folder)["checkpoint"]["files"])
+    assert outcomes[0] == outcomes[1]
+    assert drawn[:8] == drawn[8:]
 
 
 def test_versions_of_a_lost_future_keep_their_numbers(folder, monkeypatch):

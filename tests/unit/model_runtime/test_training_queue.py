@@ -341,6 +341,17 @@ def test_strict_on_policy_trains_only_the_version_being_updated(store):
     assert q.report().feed_share == 1.0
 
 
+def test_strict_on_policy_leaves_out_a_row_that_an_older_version_began(store):
+    log, q = Log(store), queue(store, model(strict_on_policy=True))
+    versions = np.asarray([4, 5, 5], dtype=np.int32)
+    log.append(*(member("now", i, float(i), version=5) for i in range(3)))
+    log.append(member("now", 3, 3.0, version=4, policy_version_max=5, token_versions=versions))
+    q.poll()
+    batch = dealt(q, published=5, training=5)
+    assert [row.trajectory.member.member_index for row in batch.rows] == [0, 1, 2]
+    assert batch.document.dropped == {"aged_out": 1}
+
+
 def waiting(store: MemoryStore, **options: Any) -> tuple[TrainingQueue, Clock]:
     clock = Clock()
     config = model(**{"max_staleness": 1, "trigger": 2, "max_staleness_action": "wait"} | options)

@@ -58,6 +58,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         },
         "no token was sampled by the policy",
     ),
+    "NaN reward": ({"workflow_rewards": {"reward": float("nan")}}, r"workflow_rewards\['reward'\] is nan"),
+    "infinite reward": (
+        {"agent_rewards": {"style": float("-inf")}},
+        r"agent_rewards\['style'\] is -inf: a reward is a finite number, or None",
+    ),
     "NaN": ({"behavior_logprobs": f32(-1, np.nan, 0, -1)}, "holds a value that is not finite"),
     "infinite": ({"behavior_logprobs": f32(-1, -np.inf, 0, -1)}, "holds a value that is not finite"),
     "positive": ({"behavior_logprobs": f32(-1, 0.01, 0, -1)}, "holds a positive value"),
