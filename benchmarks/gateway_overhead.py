@@ -197,8 +197,8 @@ def parse_arguments() -> argparse.Namespace:
     environ = os.environ.get
     parser.add_argument("--litellm", type=Path, default=environ("LITELLM_VENV"), metavar="VENV")
     parser.add_argument("--agent-lightning", type=Path, default=environ("AGL_VENV"), metavar="VENV")
-    parser.add_argument("--requests", type=int, default=1000, help="of a window")
-    parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=300, help="of a window")
+    parser.add_argument("--windows", type=int, default=20)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=300, help="calls at concurrency 1")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -33,7 +33,7 @@ class ByteDecoder(dict[int, bytes]):
     def text(self, ids: Iterable[int]) -> str | None:
         """None where the bytes are no text."""
         try:
-            return b"".join([self[id_] for id_ in ids]).decode()
+            return b"".join(map(self.__getitem__, ids)).decode()
         except UnicodeDecodeError:
             return None
 

@@ -1,7 +1,8 @@
 """SessionJournal: what open sessions are, on this machine's disk, so that they outlive the gateway's process.
 
 Whoever changes a session says so with `write`, which never waits; whoever answers a client waits for
-`durable` first. A thread of its own writes what has come together since its last commit as one transaction.
+`durable` first. A thread of its own writes what has come together since its last commit as one transaction:
+it is woken once for each, not once for each thing that happens.
 The file is SQLite in WAL mode: a commit is safe from the death of the process, not from that of the machine,
 whose sessions end with the run's epoch anyway. A settled session leaves the file, so its size follows the
 open ones.
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 import msgspec
 
@@ -75,7 +76,9 @@ class SessionJournal:
         self.path = path
         self._about = (run_id, epoch)
         self._connection: sqlite3.Connection | None = None
-        self._queue: SimpleQueue[Sequence[Entry] | None] = SimpleQueue()
+        self._pending: list[Sequence[Entry]] = []  # not handed to the thread yet
+        self._hands_over = False  # soon, or when the thread is done with what it has
+        self._queue: SimpleQueue[list[Sequence[Entry]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._num_written = 0
@@ -142,7 +145,10 @@ class SessionJournal:
             self._held.extend(entries)
         elif self._thread is not None:
             self._num_written += 1
-            self._queue.put(entries)
+            self._pending.append(entries)
+            if not self._hands_over:
+                self._hands_over = True
+                self._loop.call_soon(self._hand_over)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -168,6 +174,7 @@ class SessionJournal:
         if thread is None:
             await asyncio.to_thread(self._disconnect)
             return
+        self._hand_over()
         self._queue.put(None)
         await asyncio.to_thread(thread.join)
         self._let_all_go()
@@ -221,7 +228,7 @@ class SessionJournal:
         """One transaction after another, each of all that is waiting."""
         has_free_pages = False
         try:
-            while (batch := self._next_batch()) is not None:
+            while (batch := self._queue.get()) is not None:
                 self._commit_persistently(batch)
                 self._tell(self._finish, len(batch))
                 # Only what is forgotten sets pages free.
@@ -234,18 +241,6 @@ class SessionJournal:
             self._tell(self._give_up, error)
         else:
             self._disconnect()
-
-    def _next_batch(self) -> list[Sequence[Entry]] | None:
-        """Waits for the first; None once closed and empty."""
-        first = self._queue.get()
-        if first is None:
-            return None
-        batch = [first]
-        with suppress(Empty):
-            while (entries := self._queue.get_nowait()) is not None:
-                batch.append(entries)
-            self._queue.put(None)  # the end, seen too early
-        return batch
 
     def _commit_persistently(self, batch: Iterable[Sequence[Entry]]) -> None:
         until, pause_s = time.monotonic() + WRITE_PATIENCE_S, 0.05
@@ -296,7 +291,14 @@ class SessionJournal:
 
     # -------------------------------------------------------------- what the loop hears
 
+    def _hand_over(self) -> None:
+        self._hands_over = bool(self._pending)
+        if self._pending:
+            self._queue.put(self._pending)
+            self._pending = []
+
     def _finish(self, count: int) -> None:
+        self._hand_over()
         self._num_durable += count
         while self._waiting and self._waiting[0][0] <= self._num_durable:
             _, done = self._waiting.popleft()
@@ -314,6 +316,7 @@ class SessionJournal:
 
     def _let_all_go(self) -> None:
         self._thread = None
+        self._pending.clear()
         self._finish(self._num_written - self._num_durable)
 
     def _remove(self) -> None:

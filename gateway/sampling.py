@@ -22,6 +22,7 @@ RANGES: dict[str, tuple[float, float, float | None]] = {
     "seed": (-(2**63), 2**63 - 1, None),
     "max_tokens": (1, 2**31 - 1, None),
 }
+_NEUTRAL = {name: neutral for name, (_, _, neutral) in RANGES.items() if neutral is not None}
 _INTEGERS = frozenset({"top_k", "seed", "max_tokens"})
 
 
@@ -62,7 +63,7 @@ def merge_settings(
 
 def off_policy_settings(settings: Settings) -> dict[str, float | int]:
     """Settings by which tokens are drawn from another distribution than the model's own."""
-    return {name: value for name, value in settings.items() if RANGES[name][2] not in (None, value)}
+    return {name: value for name, value in settings.items() if _NEUTRAL.get(name, value) != value}
 
 
 def _refuse_off_policy(settings: Settings, *, allowed: bool) -> None:

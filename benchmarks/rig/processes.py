@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,7 +29,7 @@ class Measured:
         self._process = psutil.Process(pid)
 
     def cpu_seconds(self) -> float:
-        return sum(times.user + times.system for times in (p.cpu_times() for p in self._tree()))
+        return sum(_cpu_seconds(p.pid) for p in self._tree())
 
     def memory_bytes(self) -> int:
         return sum(p.memory_info().rss for p in self._tree())
@@ -38,6 +39,11 @@ class Measured:
 
     def _tree(self) -> list[psutil.Process]:
         return [self._process, *self._process.children(recursive=True)]
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of all threads, ended ones too, to the nanosecond: /proc counts in ticks of 10 ms."""
+    return time.clock_gettime((~pid << 3) | 2)  # what clock_getcpuclockid(3) of Linux makes of a process id
 
 
 def use_load_core() -> None:

@@ -11,7 +11,9 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,6 +134,42 @@ async def test_what_is_written_together_is_one_write(path: Path) -> None:
     assert journal._num_written == 1
     await journal.close()
     assert await read_again(path) == {"a": [reward(1)], "b": [reward(2)]}
+
+
+async def test_what_is_written_during_a_commit_is_the_next_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, commit = await started(path), SessionJournal._commit
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    batches: list[int] = []
+
+    def slow(self: SessionJournal, batch: list[Any]) -> None:
+        batches.append(len(batch))
+        has_begun.set()
+        assert may_go_on.wait(10)
+        commit(self, batch)
+
+    monkeypatch.setattr(SessionJournal, "_commit", slow)
+    journal.write(Append("a", reward(0)))
+    journal.write(Append("a", reward(1)))
+    assert await asyncio.to_thread(has_begun.wait, 10)
+    for value in range(2, 6):
+        journal.write(Append("a", reward(value)))
+        await asyncio.sleep(0.001)
+    may_go_on.set()
+    await journal.durable()
+    assert batches == [2, 4]
+    await journal.close()
+    assert await read_again(path) == {"a": [reward(value) for value in range(6)]}
+
+
+async def test_what_is_written_just_before_the_end_is_kept(path: Path) -> None:
+    journal = await started(path)
+    journal.write(Append("a", reward(1)))
+    await asyncio.sleep(0)
+    journal.write(Append("a", reward(2)))
+    await journal.close()
+    assert await read_again(path) == {"a": [reward(1), reward(2)]}
 
 
 async def test_what_is_forgotten_does_not_come_back(path: Path) -> None:
