@@ -182,7 +182,7 @@ def check_trajectory(t: Trajectory) -> None:
     if (covered != sampled).any():
         refuse("the turns do not cover exactly the sampled tokens")
     for name, value in _all_rewards(t):
-        if value is not None and not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             refuse(f"{name} is {value}: a reward is a finite number, or None when it never came")
 
 

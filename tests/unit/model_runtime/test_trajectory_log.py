@@ -205,7 +205,8 @@ def test_the_format_stays_small_on_realistic_rows() -> None:
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 floats = st.floats(allow_nan=False, width=64)
-rewards = st.dictionaries(names, st.none() | floats, max_size=3)
+finite = st.floats(allow_nan=False, allow_infinity=False, width=64)
+rewards = st.dictionaries(names, st.none() | finite, max_size=3)
 
 
 @st.composite
