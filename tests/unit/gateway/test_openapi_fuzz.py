@@ -28,7 +28,7 @@ from model_runtime.config import StoreConfig
 from model_runtime.store import open_store
 from tests.gateway_harness import ADMIN_KEY, GatewayHarness, LiveSession, live_gateway, make_config
 
-NUM_CASES = 500
+NUM_CASES = 600
 NUM_MANY_CASES = 5_000
 CHECKS: Any = [status_code_conformance, response_schema_conformance, content_type_conformance]
 # Operations that end the run or replace a model's servers have a gateway of their own.
