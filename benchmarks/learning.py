@@ -27,11 +27,9 @@ Exits with 1 when a claim doesn't hold, 0 when all do or runs are missing.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -42,6 +40,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 if str(REPOSITORY) not in sys.path:  # also as a script
     sys.path.insert(0, str(REPOSITORY))
 
+from benchmarks.rig.file_lock import holding  # noqa: E402
 from benchmarks.rig.learning_claims import Verdict, judge  # noqa: E402
 from benchmarks.rig.learning_runs import (  # noqa: E402
     Outcome,
@@ -131,7 +130,7 @@ def _run(variants: Sequence[Variant], out: Path, lock: Path | None) -> list[str]
             continue
         _say(f"{number}/{len(variants)} {variant.key} …")
         try:
-            with _held(lock):
+            with holding(lock):
                 outcome = run_variant(variant, out)
         except Exception as error:
             _say(f"{variant.key} failed: {error}")
@@ -139,16 +138,6 @@ def _run(variants: Sequence[Variant], out: Path, lock: Path | None) -> list[str]
         else:
             _say(f"{variant.key}: held out {_number(outcome.held_out)} in {outcome.duration_s:.0f} s")
     return failed
-
-
-@contextmanager
-def _held(lock: Path | None) -> Iterator[None]:
-    if lock is None:
-        yield
-        return
-    with lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _say(line: str) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from model_runtime.documents import TokenizerDocument
 from model_runtime.errors import ObjectExistsError
+from model_runtime.protocol import GatewayStatus
 from model_runtime.store import Store
 from model_runtime.types import MemberKey, Settlement, Trajectory, Turn, trajectory_id
 from tests.fake_generation import (
@@ -116,6 +117,21 @@ def _turns_of(mask: np.ndarray, version: int) -> tuple[Turn, ...]:
         )
         for i, (a, b) in enumerate(spans)
     )
+
+
+def make_gateway_status(**overrides: Any) -> GatewayStatus:
+    """Of a gateway at rest."""
+    idle: dict[str, Any] = {
+        "run_id": "run-1",
+        "epoch": 1,
+        "desired": "run",
+        "models": {},
+        "open_groups": 0,
+        "waiting_groups": 0,
+        "open_sessions": 0,
+        "settlements": {},
+    }
+    return GatewayStatus(**idle | overrides)
 
 
 def make_settlement(

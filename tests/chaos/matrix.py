@@ -16,21 +16,20 @@ Exits with 1 when a run came out wrong.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import random
 import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.rig.file_lock import holding
 from tests.chaos.driver import ChaosRun, Outcome
 from tests.chaos.victims import ENDS_THE_LAUNCH, ROLES, Fault
 
@@ -39,6 +38,8 @@ WANTED = {"SIGKILL": 10, "SIGTERM": 3, "SIGSTOP": 3}
 STOP_S = 60.0
 LEARNING_RUNS = 5
 """Runs that must reach the quickstart's bar."""
+MAX_WRONG_RUNS = 3
+"""A series stops there: what came out wrong so often does so again."""
 MAX_OF_A_ROLE, MAX_RELAUNCHES, MAX_STOPS = 2, 3, 4
 """In one run: a role's restarts are bounded, and each relaunch costs half a minute."""
 GAP_S = (3.0, 10.0)
@@ -102,15 +103,17 @@ def _number(path: Path) -> int:
 def run_missing(
     out: Path, *, runs: int | None, faults: int, steps: int, limit_s: float, lock: Path | None
 ) -> None:
-    """Run until nothing is missing, or as often as asked."""
+    """Run until nothing is missing, as often as asked, or until too many came out wrong."""
     out.mkdir(parents=True, exist_ok=True)
-    outcomes, done = read_outcomes(out), 0
-    while (runs is None or done < runs) and (dealt := deal(missing(outcomes), len(outcomes) + 1, faults)):
+    outcomes, done, wrong = read_outcomes(out), 0, 0
+    while (runs is None or done < runs) and wrong < MAX_WRONG_RUNS:
         seed = len(outcomes) + 1
+        if not (dealt := deal(missing(outcomes), seed, faults)):
+            break
         folder = out / f"run-{seed}"
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
         folder.mkdir()
-        with _held(lock):
+        with holding(lock):
             print(f"run {seed}: {', '.join(map(str, dealt))}", file=sys.stderr, flush=True)
             run = ChaosRun(
                 folder,
@@ -126,18 +129,8 @@ def run_missing(
         if not outcome.wrong:
             shutil.rmtree(folder)
         outcomes.append(outcome)
-        done += 1
+        done, wrong = done + 1, wrong + bool(outcome.wrong)
         print(_line(outcome), file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _held(lock: Path | None) -> Iterator[None]:
-    if lock is None:
-        yield
-        return
-    with lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 # ---------------------------------------------------------------- tables

@@ -96,3 +96,18 @@ def test_a_run_that_came_out_wrong_counts_for_nothing_and_its_books_are_shown(tm
     assert matrix.main(["--out", str(tmp_path)]) == 1
     (tmp_path / "run-2.json").unlink()
     assert matrix.main(["--out", str(tmp_path)]) == 0
+
+
+def test_a_series_whose_runs_keep_coming_out_wrong_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong:
+        def __init__(self, folder: Path, seed: int, **_: object) -> None:
+            self.seed = seed
+
+        def run(self, faults: list[Fault]) -> Outcome:
+            return Outcome(self.seed, faults=faults, wrong=["lost"])
+
+    monkeypatch.setattr(matrix, "ChaosRun", Wrong)
+    matrix.run_missing(tmp_path, runs=None, faults=12, steps=1, limit_s=1.0, lock=None)
+    assert [o.seed for o in matrix.read_outcomes(tmp_path)] == list(range(1, matrix.MAX_WRONG_RUNS + 1))

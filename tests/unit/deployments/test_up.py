@@ -12,6 +12,7 @@ from prefect.states import Running
 from deployments import up
 from deployments.up import PARENT_SILENT_LIMIT_S, follow
 from model_runtime.protocol import GatewayStatus
+from tests.fakes import make_gateway_status
 
 
 class FakeGateway:
@@ -22,17 +23,7 @@ class FakeGateway:
 
     async def status(self) -> GatewayStatus:
         self.silent_s += 60.0
-        return GatewayStatus(
-            run_id="run-1",
-            epoch=1,
-            desired="run",
-            models={},
-            open_groups=0,
-            waiting_groups=0,
-            open_sessions=0,
-            settlements={},
-            heard_s={"parent": self.silent_s},
-        )
+        return make_gateway_status(heard_s={"parent": self.silent_s})
 
     async def close(self) -> None:
         return

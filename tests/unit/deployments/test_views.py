@@ -15,6 +15,7 @@ from deployments.summary_view import disk_use, print_summary, reasons
 from deployments.up import TerminalView
 from model_runtime.protocol import GatewayStatus, ModelRenewal, ModelStatus, QueueReport
 from model_runtime.summary import AgentSummary, HeldOut, ModelSummary, Reward, RunSummary
+from tests.fakes import make_gateway_status
 
 
 def status(
@@ -55,10 +56,8 @@ def status(
 
 
 def gateway(**models: ModelStatus) -> GatewayStatus:
-    return GatewayStatus(
+    return make_gateway_status(
         run_id="r",
-        epoch=1,
-        desired="run",
         models=models,
         open_groups=8,
         waiting_groups=1,

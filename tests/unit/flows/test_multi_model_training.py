@@ -34,6 +34,7 @@ from model_runtime.store import Store
 from tasks import hang_watch
 from tasks.children import Child
 from tasks.hang_watch import HangWatch
+from tests.fakes import make_gateway_status
 
 LAYOUT = RunLayout("run-1")
 
@@ -90,17 +91,7 @@ class FakeGateway:
     async def _status(self) -> GatewayStatus | None:
         if self.models is None:
             return None
-        return GatewayStatus(
-            run_id="run-1",
-            epoch=1,
-            desired="run",
-            models=self.models,
-            open_groups=0,
-            waiting_groups=0,
-            open_sessions=0,
-            settlements={},
-            heard_s=self.heard,
-        )
+        return make_gateway_status(models=self.models, heard_s=self.heard)
 
 
 class FakePrefect:
@@ -214,19 +205,25 @@ async def test_a_lost_model_is_started_again_and_is_no_failure(run: Run, prefect
     assert run.failures == {"a": "Crashed: again"}
 
 
-async def test_a_model_that_hangs_is_ended_and_started_again_and_is_no_failure(
-    run: Run, prefect: FakePrefect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def ended(prefect: FakePrefect, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Roles that an impatient hang watch ended."""
     monkeypatch.setattr(hang_watch, "LISTEN_EVERY_S", 0.001)
     monkeypatch.setattr(hang_watch, "SILENT_LIMIT_S", 0.01)
-    ended: list[str] = []
+    roles: list[str] = []
 
     async def end(child: Child) -> None:
         child.ending = True
-        ended.append(child.role)
+        roles.append(child.role)
         prefect.end(child.role, Cancelled())
 
     monkeypatch.setattr(hang_watch, "_end", end)
+    return roles
+
+
+async def test_a_model_that_hangs_is_ended_and_started_again_and_is_no_failure(
+    run: Run, ended: list[str]
+) -> None:
     models = run.gateway.models  # type: ignore[attr-defined]
     models["b"] = models["b"].model_copy(update={"age_s": 500.0})
     async with asyncio.timeout(10):
@@ -240,22 +237,9 @@ async def test_a_model_that_hangs_is_ended_and_started_again_and_is_no_failure(
 
 @pytest.mark.parametrize("last_heard", [{}, {"rollout": 500.0}])
 async def test_a_driver_that_hangs_is_ended_and_started_again_and_is_no_failure(
-    local_store: Store,
-    prefect: FakePrefect,
-    monkeypatch: pytest.MonkeyPatch,
-    last_heard: dict[str, float],
+    local_store: Store, ended: list[str], last_heard: dict[str, float]
 ) -> None:
     run = await make_run(local_store, config())
-    monkeypatch.setattr(hang_watch, "LISTEN_EVERY_S", 0.001)
-    monkeypatch.setattr(hang_watch, "SILENT_LIMIT_S", 0.01)
-    ended: list[str] = []
-
-    async def end(child: Child) -> None:
-        child.ending = True
-        ended.append(child.role)
-        prefect.end(child.role, Cancelled())
-
-    monkeypatch.setattr(hang_watch, "_end", end)
     assert run.rollout is not None
     assert run.rollout.busy_limit_s == run.config.workflow.execution_timeout_s
     run.rollout.busy_limit_s = 0.02

@@ -6,19 +6,10 @@ import httpx
 import pytest
 
 from model_runtime.errors import BackendUnavailableError
-from model_runtime.protocol import GatewayStatus
 from tasks.gateway_admin import GatewayAdmin
+from tests.fakes import make_gateway_status
 
-STATUS = GatewayStatus(
-    run_id="r",
-    epoch=1,
-    desired="run",
-    models={},
-    open_groups=2,
-    waiting_groups=0,
-    open_sessions=3,
-    settlements={},
-)
+STATUS = make_gateway_status(run_id="r", open_groups=2, open_sessions=3)
 
 
 def admin(handler: object) -> GatewayAdmin:
