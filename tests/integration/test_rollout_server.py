@@ -10,6 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
+import psutil
 import pytest
 
 from model_runtime.config import ModelConfig
@@ -179,14 +180,4 @@ async def test_a_cache_too_small_for_one_request_says_which_setting_to_change(
 
 def descendants(pid: int) -> list[int]:
     """The process and all below it."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        parents[int(stat.parent.name)] = int(fields[1])
-    family = [pid]
-    for member in family:
-        family += [child for child, parent in parents.items() if parent == member]
-    return family
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
