@@ -153,6 +153,7 @@ def _listener(app: ASGIApp, config: GatewayConfig, *, with_tls: bool) -> Listene
     options = uvicorn.Config(
         app,
         http=bounded_protocol(config.max_header_bytes),
+        ws="none",
         lifespan="off",  # the gateway starts before its listeners and closes after them
         access_log=False,
         proxy_headers=False,

@@ -384,7 +384,7 @@ def _finished(app: FastAPI, gateway: Gateway, *, takes_admin_key: bool) -> ASGIA
         api.add_routes(app)
     app.include_router(session_routes.router)
     app.include_router(admin_routes.router)
-    for kind in (RepertoryError, RequestValidationError, HTTPException, Exception):
+    for kind in (RepertoryError, RequestValidationError, HTTPException, RecursionError, Exception):
         app.add_exception_handler(kind, _answer_error)
     _document(app)
     return BoundedRequests(

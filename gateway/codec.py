@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import jinja2
 import jinja2.ext
+import msgspec
 import numpy as np
 from jinja2 import nodes
 from jinja2.parser import Parser
@@ -213,7 +214,7 @@ class ChatCodec:
         arguments: TemplateArguments | None = None,
     ) -> RenderedPrompt:
         """`render_prompt`, off the event loop's thread when it is long."""
-        if _num_chars(messages) > OFF_LOOP_CHARS:
+        if _num_chars(messages) + _num_chars_around(tools, arguments) > OFF_LOOP_CHARS:
             return await _off_loop(self.render_prompt, messages, tools, arguments)
         return self.render_prompt(messages, tools, arguments)
 
@@ -222,7 +223,9 @@ class ChatCodec:
     ) -> RenderedPrompt | None:
         """`render_continuation`, off the event loop's thread when it is long."""
         # What was there before is only written again, which costs a thousandth of encoding it.
-        if _num_chars(new_messages) > OFF_LOOP_CHARS or _num_chars(messages) > LONG_TEXT_CHARS:
+        before: TextMark | None = proof.get("before")
+        num_before = _num_chars(messages) if before is None else before.num_chars
+        if _num_chars(new_messages) > OFF_LOOP_CHARS or num_before > LONG_TEXT_CHARS:
             return await _off_loop(self.render_continuation, messages, new_messages, **proof)
         return self.render_continuation(messages, new_messages, **proof)
 
@@ -242,12 +245,20 @@ class ChatCodec:
         """Each id's own text, special tokens included."""
         return self._tokenizer.decode_batch([[id_] for id_ in _plain(ids)], skip_special_tokens=False)
 
-    def top_texts(self, tops: Sequence[Sequence[tuple[int, float]]]) -> list[list[tuple[str, float]]]:
-        """Likeliest tokens as texts instead of ids."""
+    def token_bytes(self, ids: Sequence[int] | Int32Array) -> list[bytes]:
+        """Each id's own bytes, special tokens included: a token may be a part of a character."""
+        pieces = [text.encode() for text in self.token_texts(ids)]
+        if self._byte_decoder is not None:
+            for place, id_ in enumerate(_plain(ids)):
+                pieces[place] = self._byte_decoder[id_] or pieces[place]
+        return pieces
+
+    def top_bytes(self, tops: Sequence[Sequence[tuple[int, float]]]) -> list[list[tuple[bytes, float]]]:
+        """Likeliest tokens as bytes instead of ids."""
         if not tops:
             return []
-        texts = iter(self.token_texts([id_ for top in tops for id_, _ in top]))
-        return [[(next(texts), logprob) for _, logprob in top] for top in tops]
+        pieces = iter(self.token_bytes([id_ for top in tops for id_, _ in top]))
+        return [[(next(pieces), logprob) for _, logprob in top] for top in tops]
 
     def special_token_id(self, text: str) -> int | None:
         """The id of the special token that reads `text`, if there is one."""
@@ -318,7 +329,12 @@ async def _off_loop(work: Callable[..., Rendered], *args: Any, **kwargs: Any) ->
 
 
 def _num_chars(messages: Sequence[Message]) -> int:
-    return sum(len(message["content"]) for message in messages)
+    """About as many as a template writes."""
+    return sum(len(m["content"]) if len(m) == 2 else len(msgspec.json.encode(m)) for m in messages)
+
+
+def _num_chars_around(tools: Sequence[Tool], arguments: TemplateArguments | None) -> int:
+    return sum(len(msgspec.json.encode(given)) for given in (tools, arguments) if given)
 
 
 def is_text(message: Message) -> bool:

@@ -19,7 +19,7 @@ from model_runtime.types import Float32Array, Int32Array
 Message = dict[str, Any]
 Tool = dict[str, Any]
 Digest = bytes
-TopTexts = Sequence[Sequence[tuple[str, float]]]
+TopBytes = Sequence[Sequence[tuple[bytes, float]]]
 """For each token the likeliest ones in its place, with their logprobs, the likeliest first."""
 
 
@@ -65,13 +65,13 @@ class ChatReply(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     finish_reason: str  # "stop" | "length" | "tool_calls"
     token_ids: Int32Array
     logprobs: Float32Array
-    token_texts: tuple[str, ...] | None
+    token_bytes: tuple[bytes, ...] | None
     num_prompt_tokens: int
     num_cached_tokens: int
     created_at: float
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
-    top_logprobs: TopTexts = ()  # one for each token, when they were asked for
+    top_logprobs: TopBytes = ()  # one for each token, when they were asked for
     stopped_by: str | None = None  # the stop string that ended it
     siblings: tuple[ChatReply, ...] = ()  # the further choices of a call that asked for several
 
@@ -90,8 +90,8 @@ class ReplyDelta:
     text: str
     reasoning: str = ""
     logprobs: Sequence[float] = ()
-    token_texts: Sequence[str] | None = None  # one for each logprob, when they were asked for
-    top_logprobs: TopTexts = ()
+    token_bytes: Sequence[bytes] | None = None  # one for each logprob, when they were asked for
+    top_logprobs: TopBytes = ()
     choice: int = 0
 
     @property

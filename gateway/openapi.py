@@ -61,7 +61,7 @@ _STATUSES = {
     "404": "There is no such session, agent, model or path",
     "409": "The session or group is not in a state that allows this",
     "410": "The run takes no new work",
-    "413": "The body is too long (gateway.max_request_bytes)",
+    "413": "The body is too long (gateway.max_request_bytes), or of too many values",
     "422": "The body is not what the schema says",
     "429": "A bound of the config is reached; with Retry-After where waiting helps",
     "431": "The headers are too long (gateway.max_header_bytes)",

@@ -54,18 +54,20 @@ def failure_of(error: Exception) -> Failure:
     match error:
         case GatewayError():
             param = getattr(error, "param", None)
-            param = None if param is None else _text(param)
-            return Failure(error.status_code, error.code, _text(error), param, error.retry_after_s)
+            param = None if param is None else encodable(param)
+            return Failure(error.status_code, error.code, encodable(error), param, error.retry_after_s)
         case StoreError():
-            message = f"the store failed: {_text(error)}"
+            message = f"the store failed: {encodable(error)}"
             return Failure(503, STORE_UNAVAILABLE, message, retry_after_s=STORE_RETRY_AFTER_S)
         case SupersededError():
             return Failure(503, "superseded", str(error))
         case RequestValidationError():
             return _invalid(error)
+        case RecursionError():  # nothing here recurses but over what a caller sent
+            return Failure(400, "invalid_request", "the request is nested too deeply")
         case HTTPException():
             code = RequestTooLargeError.code if error.status_code == 413 else "http_error"
-            return Failure(error.status_code, code, _text(error.detail))
+            return Failure(error.status_code, code, encodable(error.detail))
         case _:
             return Failure(500, "internal_error", "the gateway failed; its log says how")
 
@@ -74,12 +76,12 @@ def _invalid(error: RequestValidationError) -> Failure:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
-        return Failure(422, "invalid_request", f"the body is not valid JSON: {_text(reason)}")
-    path = _text(".".join(str(part) for part in first["loc"][1:]))
-    return Failure(422, "invalid_request", f"{path or 'body'}: {_text(first['msg'])}", path or None)
+        return Failure(422, "invalid_request", f"the body is not valid JSON: {encodable(reason)}")
+    path = encodable(".".join(str(part) for part in first["loc"][1:]))
+    return Failure(422, "invalid_request", f"{path or 'body'}: {encodable(first['msg'])}", path or None)
 
 
-def _text(message: object) -> str:
+def encodable(message: object) -> str:
     """What a caller sent may hold half of a surrogate pair, which no answer can."""
     return str(message).encode(errors="replace").decode()
 

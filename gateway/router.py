@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,9 @@ from model_runtime.errors import ConflictError, InvalidRequestError, LimitExceed
 from model_runtime.types import Int32Array
 
 logger = logging.getLogger(__name__)
+
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1_000
 
 
 @dataclass(slots=True, eq=False)
@@ -92,8 +95,7 @@ class MultiModelGatewayRouter:
                 "rollout.tool_call_parser to vLLM's for this model family",
                 param="tools",
             )
-        if "" in call.stop:
-            raise InvalidRequestError("stop holds an empty text, which ends every answer", param="stop")
+        _check_stop(call.stop)
         if call.forces_call and session.is_training and not self._allow_off_policy:
             raise InvalidRequestError(
                 "tool_choice must be auto or none in a training session: a grammar forces the call, and its "
@@ -109,7 +111,7 @@ class MultiModelGatewayRouter:
         *,
         identity: CallIdentity | None = None,
         claimed: Claimed | None = None,
-        with_texts: bool = False,
+        with_token_bytes: bool = False,
         on_delta: DeltaSink | None = None,
         wait_s: float | None = None,
     ) -> ChatReply:
@@ -148,7 +150,7 @@ class MultiModelGatewayRouter:
                     begin_by=begin_by,
                     started_at=started_at,
                     codec=codec,
-                    with_texts=with_texts,
+                    with_token_bytes=with_token_bytes,
                     on_delta=on_delta,
                 )
                 for index, (choice, room) in enumerate(zip(choices, rooms, strict=True))
@@ -338,7 +340,7 @@ class MultiModelGatewayRouter:
                 finish_reason="length",
                 token_ids=np.empty(0, np.int32),
                 logprobs=np.empty(0, np.float32),
-                token_texts=(),
+                token_bytes=(),
                 num_prompt_tokens=choice.num_context_tokens,
                 num_cached_tokens=0,
                 created_at=time.time(),
@@ -346,6 +348,16 @@ class MultiModelGatewayRouter:
             for choice in choices
         ]
         return msgspec.structs.replace(replies[0], siblings=tuple(replies[1:]))
+
+
+def _check_stop(stop: Sequence[str]) -> None:
+    """Every token is compared with all of them. Raises InvalidRequestError."""
+    if "" in stop:
+        raise InvalidRequestError("stop holds an empty text, which ends every answer", param="stop")
+    if len(stop) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in stop):
+        raise InvalidRequestError(
+            f"stop may hold {MAX_STOPS} texts of {MAX_STOP_CHARS} characters at most", param="stop"
+        )
 
 
 async def _together(samples: list[Coroutine[Any, Any, Sampled]]) -> list[Sampled]:
@@ -439,7 +451,7 @@ def _reply(
     sampling: Sampling, turn: SampledTurn, sampled: Sampled, siblings: tuple[ChatReply, ...]
 ) -> ChatReply:
     generation, answer, codec = sampled.generation, sampled.answer, sampling.codec
-    texts = tuple(codec.token_texts(generation.token_ids)) if sampling.with_texts else None
+    pieces = tuple(codec.token_bytes(generation.token_ids)) if sampling.with_token_bytes else None
     stopped = generation.finish_reason == "stop"
     return ChatReply(
         request_id=turn.request_id,
@@ -454,8 +466,8 @@ def _reply(
         finish_reason="tool_calls" if stopped and answer.tool_calls else generation.finish_reason,
         token_ids=generation.token_ids,
         logprobs=generation.logprobs,
-        token_texts=texts,
-        top_logprobs=codec.top_texts(generation.top_logprobs),
+        token_bytes=pieces,
+        top_logprobs=codec.top_bytes(generation.top_logprobs),
         stopped_by=_stopped_by(sampling, generation.stop_reason),
         siblings=siblings,
         num_prompt_tokens=generation.num_prompt_tokens,

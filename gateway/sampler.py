@@ -66,7 +66,7 @@ class Sampling:
     begin_by: float | None  # when the caller doesn't want to wait until the deadline
     started_at: float
     codec: ChatCodec
-    with_texts: bool = False
+    with_token_bytes: bool = False
     on_delta: DeltaSink | None = None
     place: Placement | None = None  # of the attempt that is told
     stream: AnswerStream | None = None  # what the listener hears of it
@@ -421,8 +421,8 @@ def _tell(sampling: Sampling, heard: Heard, version: int) -> None:
             text=heard.text,
             reasoning=heard.reasoning,
             logprobs=[value for chunk in heard.chunks for value in chunk.logprobs],
-            token_texts=sampling.codec.token_texts(ids) if sampling.with_texts else None,
-            top_logprobs=sampling.codec.top_texts([t for chunk in heard.chunks for t in chunk.top_logprobs]),
+            token_bytes=sampling.codec.token_bytes(ids) if sampling.with_token_bytes else None,
+            top_logprobs=sampling.codec.top_bytes([t for chunk in heard.chunks for t in chunk.top_logprobs]),
             choice=sampling.choice,
         )
     )

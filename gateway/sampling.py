@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.quoting import quoted
 from model_runtime.errors import InvalidRequestError
 
 Settings = Mapping[str, float | int]
@@ -37,9 +37,11 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         wanted = "an integer" if name in _INTEGERS else "a number"
         kinds = (int,) if name in _INTEGERS else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds):
-            raise InvalidRequestError(f"{name} must be {wanted}, got {value!r}", param=name)
-        if not math.isfinite(value) or not low <= value <= high:
-            raise InvalidRequestError(f"{name} must be from {low:g} to {high:g}, got {value!r}", param=name)
+            raise InvalidRequestError(f"{name} must be {wanted}, got {quoted(value)}", param=name)
+        if not low <= value <= high:  # nor is NaN; an integer may be larger than any float
+            raise InvalidRequestError(
+                f"{name} must be from {low:g} to {high:g}, got {quoted(value)}", param=name
+            )
 
 
 def merge_settings(

@@ -27,10 +27,12 @@ from gateway.journal_events import (
     of_session,
 )
 from gateway.sampling import Settings
-from model_runtime.errors import ConflictError
+from model_runtime.errors import ConflictError, LimitExceededError
 from model_runtime.protocol import FinalizeAnswer
 from model_runtime.types import MemberKey, SettlementStatus
 
+# Rewards given to one session, replaced and withdrawn ones among them: the journal holds all.
+MAX_REWARDS_GIVEN = 100_000
 # Failed calls of one session that are told apart.
 MAX_FAILURES = 64
 # The journal has the tokens of a reply in its turn.
@@ -44,9 +46,11 @@ class RewardBook:
     workflow: dict[str, float | None] = field(default_factory=dict)
     agents: dict[str, dict[str, float | None]] = field(default_factory=dict)
     turns: dict[str, dict[str, float | None]] = field(default_factory=dict)  # by request_id
+    num_given: int = 0  # replaced and withdrawn ones among them
 
     def put(self, given: RewardGiven) -> None:
         """Set or, with None, withdraw."""
+        self.num_given += 1
         level = self._level(given)
         if given.value is None:
             level.pop(given.component, None)
@@ -106,6 +110,13 @@ class Session:
         """Raises ConflictError once the session's end is decided: from then on nothing of it changes."""
         if self.outcome is not None:
             raise ConflictError(f"session {self.session_id} is {self.outcome[0]}; it takes no more calls")
+
+    def require_room_for_reward(self) -> None:
+        """Raises LimitExceededError."""
+        if self.rewards.num_given >= MAX_REWARDS_GIVEN:
+            raise LimitExceededError(
+                f"session {self.session_id} was given {MAX_REWARDS_GIVEN} rewards, replaced ones included"
+            )
 
     @property
     def infra_reason(self) -> str:

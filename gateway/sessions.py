@@ -34,6 +34,7 @@ from gateway.journal_events import (
     of_session,
 )
 from gateway.metrics import GatewayMetrics
+from gateway.quoting import quoted
 from gateway.route_table import AgentModelRouteTable
 from gateway.sampling import Settings, check_settings, merge_settings
 from gateway.session import Session
@@ -160,8 +161,9 @@ class SessionRegistry:
 
     def reward(self, session: Session, request: RewardRequest) -> None:
         """Set or withdraw one reward. The last one that a finished execution awaits settles it. Raises
-        UnknownAgentError, InvalidRequestError, ConflictError."""
+        UnknownAgentError, InvalidRequestError, ConflictError, LimitExceededError."""
         session.require_undecided()
+        session.require_room_for_reward()
         request_id = self._checked_request_id(session, request)
         session.give_reward(
             RewardGiven(request.component, request.reward, agent_id=request.agent_id, request_id=request_id)
@@ -297,13 +299,12 @@ class SessionRegistry:
         """Of the turn a reward is for, if it is for one. Raises UnknownAgentError, InvalidRequestError."""
         if named.agent_id is not None:
             self._routes.model_of(named.agent_id)
-        request_id = None if named.request_id is None else _bare_request_id(named.request_id)
-        if request_id is not None and not session.knows_request(request_id):
+        if named.request_id is not None and not session.knows_request(named.request_id):
             raise InvalidRequestError(
-                f"session {session.session_id} has no recorded call {named.request_id!r}",
+                f"session {session.session_id} has no recorded call {quoted(named.request_id)}",
                 param="request_id",
             )
-        return request_id
+        return named.request_id
 
     def _idle_sessions(self, now: float) -> list[Session]:
         if self._idle_s is None:
@@ -493,10 +494,3 @@ class SessionRegistry:
 
 def _has_failed(task: asyncio.Task[FinalizeAnswer] | None) -> bool:
     return task is not None and task.done() and (task.cancelled() or task.exception() is not None)
-
-
-def _bare_request_id(given: str) -> str:
-    """An answer's own `id` names its call too; each API puts its prefix before it."""
-    for prefix in ("chatcmpl-", "msg_", "resp_"):
-        given = given.removeprefix(prefix)
-    return given

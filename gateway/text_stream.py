@@ -19,7 +19,8 @@ def before_stop(text: str, stop: str | None) -> str:
 
 def num_begun(text: str, stops: Iterable[str]) -> int:
     """Characters at the end of the text that one of the stop strings begins with."""
-    return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+    begun = (n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n]))
+    return max(begun, default=0)
 
 
 class HeldText:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Protocol
 
 from model_runtime.types import Rewards, Trajectory, Turn
 
-# Sampled tokens that are shown one by one; what comes after is summed up.
-MAX_SHOWN_TOKENS = 20_000
+# Of a page: sampled tokens, which are shown one by one, and those of context. What comes after is left out.
+MAX_SAMPLED_TOKENS = 20_000
+MAX_CONTEXT_TOKENS = 200_000
 # What no browser may do with the page: it holds text that models and tools wrote.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
@@ -41,6 +43,24 @@ font:13px/1.55 ui-monospace,monospace}
 _SHADES = ((0.9, "over 90 %"), (0.5, "50–90 %"), (0.1, "10–50 %"), (0.01, "1–10 %"), (0.0, "under 1 %"))
 
 
+@dataclass(slots=True)
+class _Room:
+    """Tokens the page still has room for."""
+
+    sampled: int = MAX_SAMPLED_TOKENS
+    context: int = MAX_CONTEXT_TOKENS
+
+    def take_context(self, ids: list[int]) -> list[int]:
+        """As many of them as there is room for."""
+        shown = ids[: self.context]
+        self.context -= len(shown)
+        return shown
+
+    def take_turn(self, num_tokens: int) -> bool:
+        self.sampled -= num_tokens
+        return self.sampled >= 0
+
+
 class TokenTexts(Protocol):
     def token_texts(self, ids: Sequence[int]) -> list[str]: ...
 
@@ -50,7 +70,10 @@ class TokenTexts(Protocol):
 def page(title: str, facts: Iterable[tuple[str, str]], rows: Sequence[tuple[Trajectory, TokenTexts]]) -> str:
     """The whole document. `facts` are shown at its head."""
     key = "".join(f'<span class="p{i}">{escape(text)}</span>' for i, (_, text) in enumerate(_SHADES))
-    body = "".join(_trajectory(row, texts) for row, texts in rows) or "<p>There is no recorded turn.</p>"
+    room = _Room()
+    body = (
+        "".join(_trajectory(row, texts, room) for row, texts in rows) or "<p>There is no recorded turn.</p>"
+    )
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>{_facts(facts)}"
@@ -63,7 +86,7 @@ def _facts(facts: Iterable[tuple[str, str]]) -> str:
     return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts) + "</dl>"
 
 
-def _trajectory(row: Trajectory, texts: TokenTexts) -> str:
+def _trajectory(row: Trajectory, texts: TokenTexts, room: _Room) -> str:
     trained = "trained on" if row.train else "not trained on"
     facts = [
         ("model", row.model_id),
@@ -72,24 +95,26 @@ def _trajectory(row: Trajectory, texts: TokenTexts) -> str:
         ("agent's rewards", rewards_text(row.agent_rewards)),
     ]
     head = f"<h2>{escape(row.agent_id)}, conversation {row.chain_index + 1}</h2>{_facts(facts)}"
-    parts = [_context("prompt", row.prompt_ids.tolist(), texts)]
-    shown, end = 0, 0
+    parts = [_context("prompt", row.prompt_ids.tolist(), texts, room)]
+    end = 0
     for turn in row.turns:
         if turn.start > end:
-            parts.append(_context("context", row.response_ids[end : turn.start].tolist(), texts))
+            parts.append(_context("context", row.response_ids[end : turn.start].tolist(), texts, room))
         end = turn.end
-        shown += turn.end - turn.start
-        if shown > MAX_SHOWN_TOKENS:
-            parts.append(f"<p>Later turns are left out: over {MAX_SHOWN_TOKENS} sampled tokens.</p>")
+        if not room.take_turn(turn.end - turn.start):
+            parts.append(f"<p>Later turns are left out: over {MAX_SAMPLED_TOKENS} sampled tokens.</p>")
             break
         parts.append(_turn(row, turn, texts))
     return head + "".join(parts)
 
 
-def _context(kind: str, ids: list[int], texts: TokenTexts) -> str:
+def _context(kind: str, ids: list[int], texts: TokenTexts, room: _Room) -> str:
     """Text the policy did not sample, by the roles its template wrote."""
+    shown = room.take_context(ids)
     header = f"<header><b>{kind}</b>, {len(ids)} tokens, mask 0</header>"
-    body = "".join(_markup(text, special) for text, special in _runs(texts.token_texts(ids), texts))
+    body = "".join(_markup(text, special) for text, special in _runs(texts.token_texts(shown), texts))
+    if len(shown) < len(ids):
+        body += f"\n… {len(ids) - len(shown)} tokens are left out"
     return f'<section class="context">{header}<pre>{body}</pre></section>'
 
 

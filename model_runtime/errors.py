@@ -187,7 +187,7 @@ class RunEndedError(GatewayError):
 
 
 class RequestTooLargeError(GatewayError):
-    """The body is longer than `gateway.max_request_bytes`."""
+    """The body is longer than `gateway.max_request_bytes`, or holds too many values."""
 
     status_code = 413
     code = "request_too_large"
@@ -201,7 +201,7 @@ class HeadersTooLargeError(GatewayError):
 
 
 class LimitExceededError(GatewayError):
-    """A bound of the config is reached, and waiting does not lift it."""
+    """A bound is reached, and waiting does not lift it."""
 
     status_code = 429
     code = "limit_exceeded"

@@ -93,7 +93,7 @@ class GatewayConfig(Section):
     feed it, beyond max_surplus_ratio, and one that has enough piles up none. Off by default."""
     max_restarts: int = Field(default=5, ge=0)
     """Restarts of the gateway process before the run fails."""
-    max_request_bytes: int = Field(default=32 * 2**20, ge=1024)
+    max_request_bytes: int = Field(default=16 * 2**20, ge=1024)
     """Longest body of a request; a longer one is answered 413."""
     max_header_bytes: int = Field(default=64 * 2**10, ge=1024)
     """Longest request line and headers; longer ones are answered 431."""

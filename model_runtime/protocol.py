@@ -8,7 +8,7 @@ session.
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -19,6 +19,7 @@ from pydantic import (
     Field,
     SecretStr,
     field_serializer,
+    model_validator,
 )
 
 from model_runtime.documents import DesiredState
@@ -45,6 +46,17 @@ class _Wire(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
 
+class _Incoming(_Wire):
+    """What the gateway takes in. No text of it holds what no log, no answer and no journal can."""
+
+    @model_validator(mode="after")
+    def _texts_can_be_written(self) -> Self:
+        for name, value in self:
+            if not _is_encodable(value):
+                raise ValueError(f"{name} holds half of a surrogate pair, which is no text")
+        return self
+
+
 # ------------------------------------------------------------------ runtime → gateway: lease and binding
 
 
@@ -58,11 +70,30 @@ def _encodable(text: Any) -> Any:
     return text
 
 
+def _is_encodable(value: Any) -> bool:
+    """Models look after themselves."""
+    match value:
+        case str():
+            return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
+        case dict():
+            return all(map(_is_encodable, value)) and all(map(_is_encodable, value.values()))
+        case list():
+            return all(map(_is_encodable, value))
+    return True
+
+
 def _http_url(url: str) -> str:
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
         raise ValueError("must read http(s)://host[:port]")
     return url
+
+
+def _header_value(key: SecretStr) -> SecretStr:
+    text = key.get_secret_value()
+    if not (text.isascii() and text.isprintable()):
+        raise ValueError("must be printable ASCII, as it travels in a header")
+    return key
 
 
 def _store_key(key: str) -> str:
@@ -75,19 +106,21 @@ Text = Annotated[str, BeforeValidator(_encodable)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class Replica(_Wire):
+class Replica(_Incoming):
     """One rollout server that is ready: loaded with every live version, canary passed."""
 
     replica_id: str
     url: Annotated[str, AfterValidator(_http_url)]
-    api_key: SecretStr = Field(json_schema_extra={"writeOnly": False})  # masked where it is shown
+    api_key: Annotated[SecretStr, AfterValidator(_header_value)] = Field(
+        json_schema_extra={"writeOnly": False}
+    )  # masked where it is shown
 
     @field_serializer("api_key", when_used="json")
     def _reveal(self, key: SecretStr) -> str:
         return key.get_secret_value()  # the wire is the only place it is written to
 
 
-class QueueReport(_Wire):
+class QueueReport(_Incoming):
     """What the model's trainer knows of its log; the model's side of admission (design: used, limit)."""
 
     untrained_groups: Count = 0  # usable groups read and not yet trained
@@ -98,7 +131,7 @@ class QueueReport(_Wire):
     closed_groups: Count = 0  # settled without signal since one was last usable
 
 
-class ServerLoad(_Wire):
+class ServerLoad(_Incoming):
     """What a model's rollout servers last said of themselves."""
 
     num_running: Count = 0  # generations, all servers together
@@ -107,7 +140,7 @@ class ServerLoad(_Wire):
     num_preemptions: Count = 0  # since the servers started
 
 
-class ModelRenewal(_Wire):
+class ModelRenewal(_Incoming):
     """PUT /admin/models/{model_id}. Order: (epoch, incarnation, seq); an older one is answered `stop`."""
 
     model_id: str
@@ -154,11 +187,12 @@ def _plain_component(name: str) -> str:
 
 Index = Annotated[int, Field(ge=0, lt=2**31)]  # as the log keeps it
 GroupSize = Annotated[int, Field(ge=1, le=10_000)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 RewardValue = Annotated[float, Field(allow_inf_nan=False, ge=-1e9, le=1e9)]
 """Bounded, so that no sum or square of rewards overflows."""
 
 
-class _Request(_Wire):
+class _Request(_Incoming):
     """What people write by hand: an unknown field is a misspelt one, and is refused."""
 
     model_config = ConfigDict(extra="forbid")
@@ -170,7 +204,7 @@ class GroupRequest(_Request):
     group_id: Text = Field(min_length=1, max_length=200)
     group_size: GroupSize
     wait_s: float = Field(default=25.0, ge=0, le=60)  # the call's wait before it answers `waiting`; 0: 429
-    deadline_s: float | None = Field(default=None, gt=0)  # from opening; then open members are cancelled
+    deadline_s: Seconds | None = None  # from opening; then open members are cancelled
     settled_members: list[Index] = Field(default_factory=list)  # settled in an earlier life of the gateway
 
 
@@ -190,7 +224,7 @@ class SessionRequest(_Request):
     attempt: Index = 0
     sampling: dict[str, float | int] = Field(default_factory=dict)  # defaults for requests that name none
     forced_sampling: dict[str, float | int] = Field(default_factory=dict)  # overrides what requests name
-    timeout_s: float | None = Field(default=None, gt=0)
+    timeout_s: Seconds | None = None
     versions: dict[str, Count] = Field(
         default_factory=dict
     )  # that answer an evaluation, of those held for it
@@ -305,7 +339,7 @@ class FinalizeAnswer(_Wire):
     awaits: list[AwaitedReward] = Field(default_factory=list)  # rewards that have not come yet
 
 
-class DesiredRequest(_Wire):
+class DesiredRequest(_Incoming):
     """PUT /admin/desired, by the parent."""
 
     state: DesiredState

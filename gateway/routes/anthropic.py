@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,19 @@ from starlette.responses import Response
 
 from gateway.conversation import ChatCall, ChatReply, ReplyDelta, ToolCall, arguments_object
 from gateway.openapi import BASES, MESSAGES_FIELDS, document_path
-from gateway.responses import Failure, failure_of, json_response
+from gateway.responses import Failure, failure_of, json_response, status_of
 from gateway.routes.access import gateway_of, session_key
 from gateway.routes.anthropic_messages import MessagesRequest, parse_messages_request, to_call
-from gateway.routes.serving import named_agent, serve
+from gateway.routes.serving import (
+    CLIENT_CLOSED_REQUEST,
+    ClientDisconnected,
+    body_of,
+    named_agent,
+    serve,
+    until_disconnect,
+)
+
+logger = logging.getLogger(__name__)
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -41,10 +51,15 @@ async def count_tokens(request: Request) -> Response:
     try:
         gateway = gateway_of(request)
         session = gateway.sessions.find(request.path_params["session_id"], session_key(request))
-        call = _parse(request, await request.body()).call
+        call = _parse(request, await body_of(request)).call
         gateway.router.check(session, call)
-        return json_response({"input_tokens": await gateway.router.count_tokens(session, call)})
+        counting = gateway.router.count_tokens(session, call)
+        return json_response({"input_tokens": await until_disconnect(request, counting)})
+    except ClientDisconnected:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     except Exception as error:  # the edge: every error has an answer in one table
+        if status_of(error) == 500:
+            logger.error("tokens could not be counted", exc_info=error)
         return refusal(error)
 
 
@@ -85,7 +100,7 @@ class MessagesExchange:
         return bool(self.request.stream)
 
     @property
-    def with_texts(self) -> bool:
+    def with_token_bytes(self) -> bool:
         return False
 
     def answer(self, reply: ChatReply) -> Response:

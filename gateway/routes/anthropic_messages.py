@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from gateway.conversation import ChatCall, Message, Tool, tool_call_entry
+from gateway.quoting import quoted
 from gateway.routes.openai_messages import function_tool, tool_choice_of
 from gateway.routes.serving import decode_body
 from gateway.sampling import check_settings
@@ -115,7 +116,7 @@ def _messages_of(message: dict[str, Any], where: str) -> list[Message]:
     if unknown:
         raise _refused(f"{where}.{min(unknown)} is not supported by this gateway", where)
     if role not in ("user", "assistant", "system"):
-        raise _refused(f"{where}.role must be user, assistant or system, got {role!r}", where)
+        raise _refused(f"{where}.role must be user, assistant or system, got {quoted(role)}", where)
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
@@ -185,7 +186,7 @@ def _text(block: Any, where: str) -> str:
     if isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str):
         return block["text"]
     kind = block.get("type") if isinstance(block, dict) else block
-    raise _refused(f"{where}: a block of type {kind!r} is not supported here", where)
+    raise _refused(f"{where}: a block of type {quoted(kind)} is not supported here", where)
 
 
 def _offered_tools(request: MessagesRequest) -> tuple[Tool, ...]:
@@ -206,7 +207,7 @@ def _tool_choice(choice: dict[str, Any] | None) -> Any:
 
 def _tool(tool: dict[str, Any], where: str) -> Tool:
     if tool.get("type") not in (None, "custom"):
-        raise _refused(f"{where}: {tool['type']!r} is no tool of the caller's own", "tools")
+        raise _refused(f"{where}: {quoted(tool['type'])} is no tool of the caller's own", "tools")
     schema = tool.get("input_schema")
     return function_tool(tool.get("name"), tool.get("description"), schema, where=where)
 

@@ -16,8 +16,9 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.conversation import ChatCall, ChatReply, ReplyDelta, ToolCall, TopTexts
+from gateway.conversation import ChatCall, ChatReply, ReplyDelta, ToolCall, TopBytes
 from gateway.openapi import BASES, CHAT_FIELDS, document_path
+from gateway.quoting import quoted
 from gateway.responses import error_response, failure_of, json_response, openai_error
 from gateway.routes.access import gateway_of, session_key
 from gateway.routes.openai_messages import normal_message, offered_tools, tool_choice_of
@@ -164,7 +165,7 @@ def parse_chat_request(body: bytes) -> ChatRequest:
             continue
         if value not in neutral:
             raise InvalidRequestError(
-                f"{name} is not supported by this gateway (got {_short(value)})", param=name
+                f"{name} is not supported by this gateway (got {quoted(value)})", param=name
             )
     _check_stream_options(chat)
     _check_choices(chat)
@@ -241,7 +242,7 @@ class ChatExchange:
         return bool(self.chat.stream)
 
     @property
-    def with_texts(self) -> bool:
+    def with_token_bytes(self) -> bool:
         return bool(self.chat.logprobs)
 
     def answer(self, reply: ChatReply) -> Response:
@@ -259,8 +260,8 @@ class ChatExchange:
 
     def _choice(self, index: int, reply: ChatReply) -> dict[str, Any]:
         logprobs = None
-        if self.with_texts:
-            logprobs = _logprobs(reply.token_texts, reply.logprobs.tolist(), reply.top_logprobs)
+        if self.with_token_bytes:
+            logprobs = _logprobs(reply.token_bytes, reply.logprobs.tolist(), reply.top_logprobs)
         return {
             "index": index,
             "message": _message(reply),
@@ -335,7 +336,7 @@ class ChunkWriter:
         written.num_logprobs += len(delta.logprobs)
         logprobs = None
         if self._chat.logprobs and delta.logprobs:
-            logprobs = _logprobs(delta.token_texts, delta.logprobs, delta.top_logprobs)
+            logprobs = _logprobs(delta.token_bytes, delta.logprobs, delta.top_logprobs)
         if delta.text or logprobs is not None:
             data += self._chunk(index, delta, {"content": delta.text}, logprobs=logprobs)
         return data
@@ -355,10 +356,10 @@ class ChunkWriter:
         written = self._written[index]
         data += self._reasoning(index, reply, (reply.reasoning or "")[written.num_reasoning_chars :])
         rest, told = reply.content[written.num_chars :], written.num_logprobs
-        texts, values = (reply.token_texts or ())[told:], reply.logprobs[told:].tolist()
+        tokens, values = (reply.token_bytes or ())[told:], reply.logprobs[told:].tolist()
         logprobs = None
-        if self._chat.logprobs and texts:
-            logprobs = _logprobs(texts, values, reply.top_logprobs[told:])
+        if self._chat.logprobs and tokens:
+            logprobs = _logprobs(tokens, values, reply.top_logprobs[told:])
         if rest or logprobs is not None:
             data += self._chunk(index, reply, {"content": rest}, logprobs=logprobs)
         for number, call in enumerate(reply.tool_calls):
@@ -403,20 +404,15 @@ def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def _logprobs(texts: Sequence[str] | None, values: Sequence[float], tops: TopTexts) -> dict[str, Any]:
+def _logprobs(tokens: Sequence[bytes] | None, values: Sequence[float], tops: TopBytes) -> dict[str, Any]:
     """`tops` is empty, or has the likeliest tokens for each value."""
-    entries = zip(texts or (), values, tops or itertools.repeat(()), strict=False)
+    entries = zip(tokens or (), values, tops or itertools.repeat(()), strict=False)
     content = [
-        _token(text, logprob) | {"top_logprobs": [_token(*top) for top in likeliest]}
-        for text, logprob, likeliest in entries
+        _token(token, logprob) | {"top_logprobs": [_token(*top) for top in likeliest]}
+        for token, logprob, likeliest in entries
     ]
     return {"content": content, "refusal": None}
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
+def _token(token: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": token.decode(errors="replace"), "logprob": logprob, "bytes": list(token)}

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from gateway.conversation import ChatCall, Message, Tool, tool_call_entry
+from gateway.quoting import quoted
 from gateway.routes.openai_messages import function_tool, offered_tools, tool_choice_of
 from gateway.routes.serving import decode_body
 from gateway.sampling import check_settings
@@ -87,14 +88,14 @@ def parse_responses_request(body: bytes) -> ResponsesRequest:
     _check_nested(request.reasoning, "reasoning", _NEUTRAL_REASONING)
     extra = set(request.include or ()) - {"reasoning.encrypted_content"}
     if extra:
-        raise _refused(f"include {min(extra)!r} is not supported by this gateway", "include")
+        raise _refused(f"include {quoted(min(extra))} is not supported by this gateway", "include")
     return request
 
 
 def _check_nested(given: Any, name: str, neutral: dict[str, Any]) -> None:
     """Refuses an object of which a field asks for something."""
     if not isinstance(given, dict | None):
-        raise _refused(f"{name} must be an object, got {given!r}", name)
+        raise _refused(f"{name} must be an object, got {quoted(given)}", name)
     for key, value in (given or {}).items():
         if value is not None and value != neutral.get(key):
             raise _refused(f"{name}.{key} is not supported by this gateway", f"{name}.{key}")
@@ -149,7 +150,7 @@ def _messages_of(items: str | list[dict[str, Any]]) -> list[Message]:
             messages.append(_spoken(item, where))
             continue
         if kind not in ("message", "function_call", "reasoning"):
-            raise _refused(f"{where}: an item of type {kind!r} is not supported", where)
+            raise _refused(f"{where}: an item of type {quoted(kind)} is not supported", where)
         # Reasoning begins an answer, as does a text after another.
         if answer is None or kind == "reasoning" or (kind == "message" and "tool_calls" in answer):
             answer = {"role": "assistant", "content": ""}
@@ -178,7 +179,9 @@ def _add_to_answer(answer: Message, item: dict[str, Any], kind: str, where: str)
 def _spoken(item: dict[str, Any], where: str) -> Message:
     role = item.get("role")
     if role not in ("user", "system", "developer"):
-        raise _refused(f"{where}.role must be user, system, developer or assistant, got {role!r}", where)
+        raise _refused(
+            f"{where}.role must be user, system, developer or assistant, got {quoted(role)}", where
+        )
     return {"role": role, "content": _text_of(item.get("content"), f"{where}.content")}
 
 
@@ -195,7 +198,7 @@ def _text_of(content: Any, where: str) -> str:
 
 def _tool(tool: dict[str, Any], where: str) -> Tool:
     if tool.get("type") != "function":
-        raise _refused(f"{where}: only functions are supported, got {tool.get('type')!r}", "tools")
+        raise _refused(f"{where}: only functions are supported, got {quoted(tool.get('type'))}", "tools")
     return function_tool(
         tool.get("name"),
         tool.get("description"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.conversation import Message, Tool, tool_call_entry
+from gateway.quoting import quoted
 from model_runtime.errors import InvalidRequestError
 
 _MESSAGE_KEYS = frozenset(
@@ -23,23 +24,31 @@ def normal_message(message: dict[str, Any], index: int) -> Message:
             raise _refused(f"{where}.{key} is not supported by this gateway", f"{where}.{key}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise _refused(f"{where}.role must be a name, got {role!r}", f"{where}.role")
+        raise _refused(f"{where}.role must be a name, got {quoted(role)}", f"{where}.role")
     normal: Message = {"role": role, "content": text_of(message.get("content"), f"{where}.content")}
-    if isinstance(message.get("name"), str):
-        normal["name"] = message["name"]
-    if isinstance(message.get("tool_call_id"), str):
-        normal["tool_call_id"] = message["tool_call_id"]
+    for key in ("name", "tool_call_id"):
+        if (text := _text_or_none(message, key, where)) is not None:
+            normal[key] = text
     if role != "assistant":
         if message.get("tool_calls"):
             raise _refused(f"{where}.tool_calls: only an assistant makes calls", f"{where}.tool_calls")
         return normal
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
-    if isinstance(reasoning, str):
+    reasoning = _text_or_none(message, "reasoning_content", where)
+    reasoning = reasoning or _text_or_none(message, "reasoning", where)
+    if reasoning is not None:
         normal["reasoning"] = normal["reasoning_content"] = reasoning
     calls = message.get("tool_calls")
     if calls:
         normal["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
     return normal
+
+
+def _text_or_none(message: dict[str, Any], key: str, where: str) -> str | None:
+    """Raises InvalidRequestError for anything else: left out, it would be missed by nobody."""
+    value = message.get(key)
+    if not isinstance(value, str | None):
+        raise _refused(f"{where}.{key} must be text, got {quoted(value)}", f"{where}.{key}")
+    return value
 
 
 def _is_plain(message: dict[str, Any]) -> bool:
@@ -89,8 +98,8 @@ def tool_choice_of(choice: Any, shown: tuple[Tool, ...]) -> str | dict[str, Any]
         if name in names:
             return {"type": "function", "function": {"name": name}}
     raise _refused(
-        f"tool_choice {choice!r} can't be honoured: it must be auto, none, required, or one of the functions "
-        f"offered, which are {names}",
+        f"tool_choice {quoted(choice)} can't be honoured: it must be auto, none, required, or one of the "
+        f"functions offered, which are {names}",
         "tool_choice",
     )
 
@@ -111,7 +120,7 @@ def _tool(tool: Any, where: str) -> Tool:
 def function_tool(name: Any, description: Any, parameters: Any, *, where: str, strict: Any = None) -> Tool:
     """A definition with the keys, and in the order, that vLLM hands to templates."""
     if not isinstance(name, str) or not name:
-        raise _refused(f"{where}: a function needs a name, got {name!r}", "tools")
+        raise _refused(f"{where}: a function needs a name, got {quoted(name)}", "tools")
     if not isinstance(description, str | None) or not isinstance(parameters, dict | None):
         raise _refused(f"{where}: description must be text and parameters a JSON schema", "tools")
     function: dict[str, Any] = {"name": name, "description": description, "parameters": parameters}

@@ -56,7 +56,7 @@ class ResponsesExchange:
         return bool(self.request.stream)
 
     @property
-    def with_texts(self) -> bool:
+    def with_token_bytes(self) -> bool:
         return False
 
     def answer(self, reply: ChatReply) -> Response:

@@ -23,10 +23,10 @@ from gateway import logs
 from gateway.calls import CallIdentity
 from gateway.connection import LOST
 from gateway.conversation import ChatCall, ChatReply, ReplyDelta
-from gateway.responses import status_of
+from gateway.responses import encodable, status_of
 from gateway.routes.access import gateway_of, header, session_key
 from gateway.session import Session
-from model_runtime.errors import InvalidRequestError, UnknownAgentError
+from model_runtime.errors import InvalidRequestError, RequestTooLargeError, UnknownAgentError
 
 if TYPE_CHECKING:
     from gateway.app import Gateway
@@ -37,6 +37,11 @@ Result = TypeVar("Result")
 Body = TypeVar("Body")
 
 CLIENT_CLOSED_REQUEST = 499  # never seen by the client; for the counters
+
+_ID_PREFIXES = ("chatcmpl-", "msg_", "resp_")
+# A body of many small values takes a hundred times as long to read as one of long texts, and everybody waits.
+# Commas are what is cheap to count; texts of a million tokens have fewer.
+MAX_COMMAS = 200_000
 
 
 class EventWriter(Protocol):
@@ -61,7 +66,7 @@ class Exchange(Protocol):
     def streams(self) -> bool: ...
 
     @property
-    def with_texts(self) -> bool: ...
+    def with_token_bytes(self) -> bool: ...
 
     def answer(self, reply: ChatReply) -> Response: ...
 
@@ -69,7 +74,9 @@ class Exchange(Protocol):
 
 
 def decode_body(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
-    """Raises InvalidRequestError naming the field that is wrong or unknown."""
+    """Raises InvalidRequestError naming the field that is wrong or unknown, RequestTooLargeError."""
+    if len(body) > MAX_COMMAS and body.count(b",") > MAX_COMMAS:
+        raise RequestTooLargeError(f"the body holds more than {MAX_COMMAS} values")
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -105,7 +112,7 @@ async def serve(request: Request, parse: Parse, refuse: Refuse) -> Response:
     try:
         session = gateway.sessions.find(request.path_params["session_id"], session_key(request))
         logs.session_id.set(session.session_id)
-        body = await _body_of(request)
+        body = await body_of(request)
         exchange = parse(request, body)
         agent_id = exchange.call.agent_id
         gateway.router.check(session, exchange.call)
@@ -125,7 +132,7 @@ async def serve(request: Request, parse: Parse, refuse: Refuse) -> Response:
                         exchange.call,
                         identity=identity,
                         claimed=claimed,
-                        with_texts=exchange.with_texts,
+                        with_token_bytes=exchange.with_token_bytes,
                         wait_s=wait_s,
                     ),
                 ),
@@ -141,7 +148,7 @@ async def serve(request: Request, parse: Parse, refuse: Refuse) -> Response:
     return response
 
 
-async def _body_of(request: Request) -> bytes:
+async def body_of(request: Request) -> bytes:
     """What `request.body()` is, without an asynchronous generator for the one piece it mostly is."""
     message = await request.receive()
     pieces = [message.get("body", b"")]
@@ -206,13 +213,20 @@ class _AskedCall:
         if status_code == 500:
             logger.error("a model call failed unexpectedly", exc_info=error)
         if session is not None and status_code >= 500 and not self.is_repeated:
-            session.mark_infra(f"agent {agent_id!r} was answered {status_code}: {error}", self.key)
+            reason = f"agent {agent_id!r} was answered {status_code}: {encodable(error)}"
+            session.mark_infra(reason, self.key)
             await session.journal.durable()
 
 
 def _count(gateway: Gateway, agent_id: str, status_code: int) -> None:
     known_agent = agent_id if agent_id in gateway.routes else "unknown"
     gateway.metrics.count_request(known_agent, status_code)
+
+
+def bare_request_id(answer_id: str) -> str:
+    """The call that an answer's own `id` names: each API puts its prefix before it."""
+    prefix = next((p for p in _ID_PREFIXES if answer_id.startswith(p)), "")
+    return answer_id.removeprefix(prefix)
 
 
 class ClientDisconnected(Exception):
@@ -289,7 +303,7 @@ async def _stream(
                 exchange.call,
                 identity=identity,
                 claimed=claimed,
-                with_texts=exchange.with_texts,
+                with_token_bytes=exchange.with_token_bytes,
                 on_delta=live.put,
                 wait_s=wait_s,
             ),

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import HTMLResponse, Response
 
 from gateway import view
 from gateway.routes.access import bearer_key, gateway_of, is_admin, require_admin, session_key
-from gateway.routes.serving import CLIENT_CLOSED_REQUEST, ClientDisconnected, until_disconnect
+from gateway.routes.serving import (
+    CLIENT_CLOSED_REQUEST,
+    ClientDisconnected,
+    bare_request_id,
+    until_disconnect,
+)
 from model_runtime.protocol import (
     AbortRequest,
+    AwaitedReward,
     ChainView,
     FinalizeAnswer,
     FinalizeRequest,
@@ -24,6 +31,8 @@ from model_runtime.protocol import (
     TurnView,
 )
 from model_runtime.types import Trajectory
+
+Named = TypeVar("Named", RewardRequest, AwaitedReward)
 
 control = APIRouter(tags=["control"])
 """Opens groups and sessions; asks for the admin key."""
@@ -114,7 +123,7 @@ async def reward(request: Request, session_id: str, body: RewardRequest) -> dict
     """Set or withdraw a reward of the execution, an agent, or one model call."""
     sessions = gateway_of(request).sessions
     session = sessions.find(session_id, bearer_key(request), trusted=is_admin(request))
-    sessions.reward(session, body)
+    sessions.reward(session, _with_bare_id(body))
     await session.journal.durable()
     return {"ok": True}
 
@@ -127,8 +136,10 @@ async def finalize(
     request: Request, response: Response, session_id: str, body: FinalizeRequest | None = None
 ) -> FinalizeAnswer:
     """End the execution; answers when its rows and settlements are durable, 202 while it awaits rewards."""
+    given = body or FinalizeRequest()
+    given = given.model_copy(update={"awaits": [_with_bare_id(reward) for reward in given.awaits]})
     answer = await gateway_of(request).sessions.finalize(
-        session_id, bearer_key(request), body or FinalizeRequest(), trusted=is_admin(request)
+        session_id, bearer_key(request), given, trusted=is_admin(request)
     )
     if answer.status == "awaiting_reward":
         response.status_code = 202
@@ -146,6 +157,12 @@ async def abort(request: Request, session_id: str, body: AbortRequest | None = N
         reason=given.reason,
         trusted=is_admin(request),
     )
+
+
+def _with_bare_id(named: Named) -> Named:
+    if named.request_id is None:
+        return named
+    return named.model_copy(update={"request_id": bare_request_id(named.request_id)})
 
 
 def _chain_view(row: Trajectory) -> ChainView:

@@ -148,10 +148,11 @@ def test_a_template_that_drops_earlier_thoughts_is_not_spliced() -> None:
     assert codec.render_continuation(plain, [message("user", "x")], last_id=-1, before=before) is not None
 
 
-def test_an_answer_is_not_spliced_after_another_text_than_it_was_sampled_after() -> None:
+@pytest.mark.parametrize("said", ["goodbye", "jello"], ids=["longer", "as long"])
+def test_an_answer_is_not_spliced_after_another_text_than_it_was_sampled_after(said: str) -> None:
     codec = make_codec()
     so_far = [message("user", "hello"), message("assistant", "hi")]
-    other = codec.render_prompt([message("user", "goodbye")]).mark
+    other = codec.render_prompt([message("user", said)]).mark
     assert codec.render_continuation(so_far, [message("user", "x")], last_id=-1, before=other) is None
 
 

@@ -18,6 +18,7 @@ from model_runtime.store import open_store
 from tests.fakes import make_tokenizer_document
 from tests.gateway_harness import RUN_ID, GatewayHarness, LiveSession, live_gateway, make_config
 from tests.loop_watchdog import LoopWatchdog, watching
+from tests.tool_use import TOOL_TEMPLATE
 
 LIMIT_S = 0.05
 SENTENCE = "the report goes on and on about this and that and names a number here and there. "
@@ -112,11 +113,37 @@ def test_many_tools_with_large_schemas(long_gateway: GatewayHarness, watchdog: L
         for i in range(100)
     ]
     assert len(json.dumps(tools)) > 200_000
+    _use_template(long_gateway, TOOL_TEMPLATE)
     session = _session(long_gateway, "tools")
     path = "agents/planner/v1/messages/count_tokens"
     anthropic = [{"name": t["function"]["name"], "input_schema": t["function"]["parameters"]} for t in tools]
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": anthropic}
-    assert session.post(path, body).status_code == 200
+    counted = session.post(path, body)
+    assert counted.status_code == 200
+    assert counted.json()["input_tokens"] > 50_000, "the template leaves the tools out"
+    assert session.chat("hi", tools=tools).status_code == 200
+
+
+def test_an_agent_that_writes_a_large_file(long_gateway: GatewayHarness, watchdog: LoopWatchdog) -> None:
+    _use_template(long_gateway, TOOL_TEMPLATE)
+    session = _session(long_gateway, "file")
+    arguments = json.dumps({"path": "report.md", "content": SENTENCE * 3_000})
+    call = {"id": "1", "type": "function", "function": {"name": "write", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "write the report"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "done", "tool_call_id": "1"},
+    ]
+    answer = session.chat(messages)
+    assert answer.json()["usage"]["prompt_tokens"] >= 0
+    messages += [
+        {"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]},
+        {"role": "user", "content": "once more"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "done", "tool_call_id": "1"},
+    ]
+    assert session.chat(messages).status_code == 200
+    assert len(long_gateway.server.requests[-1]["token_ids"]) > 100_000
 
 
 @pytest.mark.slow  # 50 ms of CPU time grow to 56 where something else shares the core
@@ -151,3 +178,11 @@ def test_a_tokenizer_that_is_loaded(long_gateway: GatewayHarness, watchdog: Loop
 def _session(harness: GatewayHarness, group_id: str) -> LiveSession:
     harness.open_group(group_id)
     return harness.open_session(0, group_id)
+
+
+def _use_template(harness: GatewayHarness, template: str) -> None:
+    key = RunLayout(RUN_ID).model("plan").tokenizer("with-tools")
+    document = make_tokenizer_document(chat_template=template, max_model_len=10**6)
+    harness.store.put(key, document.to_bytes())
+    harness.renew("plan", tokenizer_uri=key)
+    harness.wait_for_tokenizer("plan", key)

@@ -72,7 +72,7 @@ def make_reply() -> ChatReply:
         finish_reason="stop",
         token_ids=np.empty(0, np.int32),
         logprobs=np.empty(0, np.float32),
-        token_texts=("a", "b"),
+        token_bytes=(b"a", b"\xc3"),
         num_prompt_tokens=5,
         num_cached_tokens=0,
         created_at=1.0,

@@ -237,3 +237,68 @@ def test_headers_that_come_too_slowly_end_the_connection(
         client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(4096) == b""
+
+
+def test_a_body_that_does_not_come_ends_the_call(
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.connection.BODY_TIMEOUT_S", 0.2)
+    session, (host, port) = open_session(harness), harness.url.removeprefix("http://").split(":")
+    head = (
+        f"POST /sessions/{session.session_id}/agents/planner/v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+        f"Authorization: Bearer {session.api_key}\r\nContent-Length: 1000\r\n\r\n"
+    )
+    for _ in range(BOUNDS["max_concurrent_requests"] + 1):  # none of them keeps its place
+        with socket.create_connection((host, int(port)), timeout=10) as client:
+            client.sendall(head.encode() + b'{"messages": ')
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(4096) == b""
+    assert session.chat("hello").status_code == 200
+
+
+def test_a_body_that_comes_in_pieces_is_taken(harness: GatewayHarness) -> None:
+    session = open_session(harness)
+    body = b'{"messages": [{"role": "user", "content": "hello"}]}'
+    head = (
+        f"POST /sessions/{session.session_id}/agents/planner/v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+        f"Authorization: Bearer {session.api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    host, port = harness.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        for start in range(0, len(head) + len(body), 40):
+            client.sendall((head.encode() + body)[start : start + 40])
+            time.sleep(0.005)
+        assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_connection_on_which_nothing_comes_is_closed(
+    bounded_address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.connection.HEAD_TIMEOUT_S", 0.2)
+    with (
+        socket.create_connection(bounded_address, timeout=10) as client,
+        contextlib.suppress(ConnectionResetError),
+    ):
+        assert client.recv(4096) == b""
+
+
+def test_a_client_that_reads_nothing_of_its_answer_is_let_go(
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.connection.READ_TIMEOUT_S", 0.2)
+    session, (host, port) = open_session(harness), harness.url.removeprefix("http://").split(":")
+    note = "x" * 15_000  # comes back with every answer
+    body = f'{{"input": "hello", "stream": true, "instructions": "{note}"}}'.encode()
+    head = (
+        f"POST /sessions/{session.session_id}/agents/planner/v1/responses HTTP/1.1\r\nHost: x\r\n"
+        f"Authorization: Bearer {session.api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(10)
+        client.connect((host, int(port)))
+        with contextlib.suppress(OSError):  # it is let go of on the way
+            for _ in range(1000):
+                client.sendall(head.encode() + body)
+                time.sleep(0.002)
+            pytest.fail("it was answered without end")

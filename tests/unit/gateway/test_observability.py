@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from html import unescape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from gateway import logs, settled_sessions
+from gateway import logs, settled_sessions, view
 from gateway.logs import JsonLines, TextLines
 from model_runtime.layout import RunLayout
+from tests.fakes import make_trajectory
 from tests.gateway_harness import ADMIN_KEY, RUN_ID, GatewayHarness, LiveSession
 
 SECRET = "a-prompt-that-no-log-may-hold"
@@ -108,11 +112,21 @@ def test_the_page_opens_with_the_sessions_key_alone(harness: GatewayHarness) -> 
 
 
 def test_the_page_escapes_what_agents_and_models_wrote(harness: GatewayHarness) -> None:
+    harness.server.answers = [HOSTILE]
     session = two_turns(harness, HOSTILE)
-    page = harness.http.get(f"/sessions/{session.session_id}/view", headers=session.headers).text
-    assert "<script" not in page
-    assert "<img" not in page
-    assert "&lt;" in page
+    session.post("reward", {"reward": 1.0, "component": HOSTILE}).raise_for_status()
+    session.post("reward", {"reward": 1.0, "component": HOSTILE, "agent_id": "planner"}).raise_for_status()
+    url = f"/sessions/{session.session_id}/view"
+    open_page = harness.http.get(url, headers=session.headers).text
+    session.post("abort", {"reason": HOSTILE}).raise_for_status()
+    for page in (open_page, harness.http.get(url, headers=session.headers).text):
+        assert "<script" not in page
+        assert "<img" not in page
+        assert "&lt;img src=x onerror=alert(1)&gt;" in page
+    # What was sampled is shown token by token: a tag may come in pieces, or be a token of its own.
+    tokens = re.findall(r'title="logprob [^"]*">(.*?)</span>', open_page)
+    assert unescape("".join(tokens)).count(HOSTILE) == 2
+    assert not any("<" in token or ">" in token for token in tokens)
 
 
 @pytest.fixture
@@ -192,3 +206,30 @@ def test_a_line_says_which_session_and_call_it_is_about() -> None:
     assert (line["message"], line["level"]) == ("it broke", "warning")
     assert (line["session_id"], line["request_id"]) == ("s-1", "r-2")
     assert TextLines().format(record).endswith("gateway: it broke session_id=s-1 request_id=r-2")
+
+
+class _Letters:
+    """One letter a token."""
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        return ["x"] * len(ids)
+
+    def special_token_id(self, text: str) -> int | None:
+        return None
+
+
+def test_a_page_stays_small_whatever_the_session_holds() -> None:
+    rows = [
+        make_trajectory(
+            chain_index=index,
+            mask=([0] * 50 + [1] * 50) * 300,
+            prompt_ids=np.arange(view.MAX_CONTEXT_TOKENS, dtype=np.int32),
+        )
+        for index in range(20)
+    ]
+    page = view.page("Session s", [], [(row, _Letters()) for row in rows])
+    assert page.count('<span class="p') <= view.MAX_SAMPLED_TOKENS + len(view._SHADES)
+    assert page.count("x") < 2 * view.MAX_CONTEXT_TOKENS
+    assert page.count("conversation") >= 20, "every conversation is named"
+    assert page.count("tokens are left out") >= 19
+    assert page.count("Later turns are left out") >= 19

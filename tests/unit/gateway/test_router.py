@@ -12,6 +12,7 @@ from model_runtime.layout import served_name
 from model_runtime.store import Store
 from tests.fakes import make_tokenizer_document
 from tests.gateway_harness import GatewayHarness, live_gateway, make_config
+from tests.unit.gateway.test_streaming import until
 
 
 def user(text: str) -> dict[str, str]:
@@ -334,6 +335,28 @@ def test_a_request_that_says_it_is_a_first_attempt_is_a_sample_of_its_own(harnes
     assert len(ids) == 3
     again = session.chat("x", headers={"x-stainless-retry-count": "1"}).json()["request_id"]
     assert again in ids
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_an_answer_that_is_whole_while_its_client_is_away_is_recorded_when_it_comes_back_or_never(
+    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    monkeypatch.setattr("gateway.calls.RETURN_WITHIN_S", 10.0 if comes_back else 0.5)
+    session = harness.open_session()
+    live = harness.gateway.sessions._sessions[session.session_id]
+    harness.server.delay_s = 0.3
+    path, body = "agents/planner/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}
+    with pytest.raises(httpx.ReadTimeout):
+        session.post(path, body, headers={"x-stainless-retry-count": "0"}, timeout=0.15)
+    time.sleep(0.6)
+    assert len(harness.server.gave) == 1
+    assert not any(owner.chains for owner in live.agents.values())
+    if comes_back:
+        assert session.post(path, body, headers={"x-stainless-retry-count": "1"}).status_code == 200
+    until(lambda: not live.calls.num_running, "the call goes on")
+    session.finalize(1.0)
+    assert [len(row.turns) for row in harness.rows("plan")] == ([1] if comes_back else [])
+    assert len(harness.server.requests) == 1
 
 
 def test_a_client_that_hangs_up_ends_the_generation_unless_another_waits_for_it(
