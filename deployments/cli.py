@@ -218,6 +218,13 @@ def deploy(
     queue: Annotated[
         str | None, typer.Option(help="Work queue of the pool; its default if left out.", metavar="NAME")
     ] = None,
+    models_pool: Annotated[
+        str | None,
+        typer.Option(
+            help="Work pool of the models, as on machines with GPUs; that of --pool if left out.",
+            metavar="NAME",
+        ),
+    ] = None,
     image: Annotated[
         str,
         typer.Option(
@@ -243,7 +250,12 @@ def deploy(
     settings = load_config(config)
     version = uuid.uuid4().hex[:12]
     wanted = deployments_of(
-        settings, version=version, scheduled=True, work_pool_name=pool, work_queue_name=queue
+        settings,
+        version=version,
+        scheduled=True,
+        models_pool=models_pool,
+        work_pool_name=pool,
+        work_queue_name=queue,
     )
     done = asyncio.run(register(settings, wanted, image=image))
     if json:
@@ -261,9 +273,11 @@ def deploy(
     if done.pool_type in ("docker", "kubernetes"):
         screen.print(f"docs/cluster.md says what a {done.pool_type} pool needs.", highlight=False)
         return
+    pools = dict.fromkeys((done.work_pool, done.models_pool))
+    workers = "\n".join(f"  prefect worker start --pool {name}" for name in pools)
     screen.print(
-        f"Each worker of {pool!r} ({done.pool_type}) needs Repertory installed and REPERTORY_ADMIN_KEY set "
-        f"to one secret of at least 16 characters:\n  prefect worker start --pool {pool}\n"
+        f"Each worker of {' and '.join(map(repr, pools))} ({done.pool_type}) needs Repertory installed and "
+        f"REPERTORY_ADMIN_KEY set to one secret of at least 16 characters:\n{workers}\n"
         f"Start a run with:\n  prefect deployment run multi-model-training/{settings.name}",
         highlight=False,
         markup=False,

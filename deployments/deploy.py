@@ -45,6 +45,7 @@ class Deployed:
 
     api_url: str
     work_pool: str
+    models_pool: str
     pool_type: str
     registered: tuple[str, ...]  # flow/name
     retired: tuple[str, ...]
@@ -66,12 +67,14 @@ async def deploy(
             "no Prefect server is configured: set PREFECT_API_URL or use `prefect config set`; "
             "`repertory up` needs none, it brings its own"
         )
-    work_pool = wanted[0].work_pool_name
+    work_pool = wanted[-1].work_pool_name  # the parent's; models may have one of their own
     assert work_pool is not None, "without a pool nobody would run them"
     try:
         async with get_client() as client:
-            pool = await _require_pool(client, work_pool)
+            names = {d.work_pool_name for d in wanted if d.work_pool_name}
+            pools = {name: await _require_pool(client, name) for name in sorted(names)}
             for deployment in wanted:
+                pool = pools[deployment.work_pool_name or work_pool]
                 deployment.job_variables = job_variables(
                     pool.type, config, flow_name=deployment.flow_name or "", name=deployment.name, image=image
                 )
@@ -87,8 +90,10 @@ async def deploy(
         raise PrefectError(f"Prefect at {api_url}: {error}") from error
     except (httpx.HTTPError, TimeoutError) as error:
         raise PrefectError(f"Prefect at {api_url}: {type(error).__name__} {error}".rstrip()) from error
-    names = tuple(f"{d.flow_name}/{d.name}" for d in wanted)
-    return Deployed(str(api_url), work_pool, pool.type, names, tuple(retired), automated)
+    registered = tuple(f"{d.flow_name}/{d.name}" for d in wanted)
+    models_pool = wanted[0].work_pool_name or work_pool
+    pool_type = pools[work_pool].type
+    return Deployed(str(api_url), work_pool, models_pool, pool_type, registered, tuple(retired), automated)
 
 
 async def _require_pool(client: PrefectClient, name: str) -> WorkPool:
@@ -97,7 +102,7 @@ async def _require_pool(client: PrefectClient, name: str) -> WorkPool:
     except ObjectNotFound:
         pools = sorted(pool.name for pool in await _limited(client.read_work_pools()))
         raise ConfigError(
-            f"--pool: no work pool {name!r}; pools there: {pools or 'none'}. "
+            f"no work pool {name!r}; pools there: {pools or 'none'}. "
             f"Make one with: prefect work-pool create {name} --type process"
         ) from None
 

@@ -42,21 +42,29 @@ def config_tag(name: str) -> str:
 
 
 def deployments_of(
-    config: RunConfig, *, version: str, scheduled: bool, **common: Any
+    config: RunConfig,
+    *,
+    version: str,
+    scheduled: bool,
+    models_pool: str | None = None,
+    **common: Any,
 ) -> list[RunnerDeployment]:
     """All deployments of a config, the parent last: once it is there, so are those that it starts.
 
     `scheduled`: evaluations begin by themselves as the config says. `common` goes to each: a work pool, its
-    queue, job variables.
+    queue, job variables. `models_pool`: the work pool of the models, where they have one of their own.
     """
     # By module: every flow process imports the installed package, whatever folder it runs in.
     common |= {"version": version, "entrypoint_type": EntrypointType.MODULE_PATH}
     ours = config_tag(config.name)
+    of_models = common
+    if models_pool is not None:
+        of_models = common | {"work_pool_name": models_pool, "work_queue_name": None}
     made: list[Any] = [  # to_deployment is typed as if it might be awaited
-        model_runtime.to_deployment(m.model_id, tags=[ours, f"model:{m.model_id}"], **common)
+        model_runtime.to_deployment(m.model_id, tags=[ours, f"model:{m.model_id}"], **of_models)
         for m in config.models
     ]
-    made.append(model_runtime.to_deployment(DEFAULT, **common))
+    made.append(model_runtime.to_deployment(DEFAULT, **of_models))
     made += [rollout.to_deployment(name, **common) for name in dict.fromkeys((config.name, DEFAULT))]
     # The forms of the UI start from this config.
     parameters = {"run_id": "", "config": config.model_dump(mode="json", exclude_defaults=True)}

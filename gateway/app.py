@@ -61,6 +61,7 @@ from model_runtime.protocol import (
     SessionRequest,
 )
 from model_runtime.store import Store
+from model_runtime.tracing import open_traces
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class Gateway:
         self._writer = writer_id(epoch, incarnation)
         self.settled_records = SettledRecords(store)
         self._journal = SessionJournal(journal, run_id=run_id, epoch=epoch)
+        self._traces = open_traces(config.tracing, run_id=run_id, process="gateway")
         self._background: list[asyncio.Task[None]] = []
         self._heard_at: dict[str, float] = {}  # role → when it last gave a sign of life
 
@@ -146,6 +148,7 @@ class Gateway:
             default_timeout_s=config.workflow.execution_timeout_s,
             max_sessions=config.gateway.max_sessions,
             idle_s=config.gateway.session_idle_s,
+            traces=self._traces,
             keeps_unfinished={
                 m.model_id for m in config.trainable_models if m.objective.unfinished == "baseline"
             },
@@ -153,7 +156,7 @@ class Gateway:
             allow_off_policy=config.gateway.allow_off_policy_sampling,
         )
         self.router = MultiModelGatewayRouter(
-            config, routes=self.routes, bindings=self.bindings, metrics=self.metrics
+            config, routes=self.routes, bindings=self.bindings, metrics=self.metrics, traces=self._traces
         )
         await self.ingestor.start()
         await recover(self._journal, admission=self.admission, sessions=self.sessions, store=self._store)
@@ -179,6 +182,8 @@ class Gateway:
         await self._journal.close()
         await self.bindings.close()
         await self._http.close()
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
 
     # -------------------------------------------------------------- control operations
 

@@ -27,8 +27,10 @@ from gateway.route_table import AgentModelRouteTable
 from gateway.sampler import Sampled, Sampler, Sampling, or_ask_again
 from gateway.sampling import Settings, merge_settings, off_policy_settings
 from gateway.session import Session
+from gateway.traced import trace_call
 from model_runtime.config import RunConfig
 from model_runtime.errors import ConflictError, InvalidRequestError, LimitExceededError, ModelNotReadyError
+from model_runtime.tracing import Traces
 from model_runtime.types import Int32Array
 
 logger = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class MultiModelGatewayRouter:
         routes: AgentModelRouteTable,
         bindings: GatewayBindingRegistry,
         metrics: GatewayMetrics,
+        traces: Traces | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._models = {model.model_id: model for model in config.models}
@@ -79,8 +82,9 @@ class MultiModelGatewayRouter:
         self._defaults: Settings = {"temperature": config.workflow.temperature}
         self._routes = routes
         self._bindings = bindings
-        self._sampler = Sampler(bindings, metrics, clock, attempt_timeout_s=config.gateway.attempt_timeout_s)
-        self._metrics = metrics
+        limit_s = config.gateway.attempt_timeout_s
+        self._sampler = Sampler(bindings, metrics, clock, attempt_timeout_s=limit_s, traces=traces)
+        self._metrics, self._traces = metrics, traces
         self._clock = clock
 
     def check(self, session: Session, call: ChatCall) -> None:
@@ -178,6 +182,8 @@ class MultiModelGatewayRouter:
         for sampling in samplings:
             reason = "cancelled" if nobody_waits else "broken"
             self._metrics.count_discarded(sampling.model_id, reason, sampling.num_received_tokens)
+            if self._traces is not None:
+                trace_call(self._traces, sampling, num_sampled_tokens=0, error=type(error).__name__)
 
     def _commit(
         self,
@@ -219,6 +225,8 @@ class MultiModelGatewayRouter:
             num_sampled_tokens=len(turn.token_ids),
             seconds=turn.ended_at - sampling.started_at,
         )
+        if self._traces is not None:
+            trace_call(self._traces, sampling, num_sampled_tokens=len(turn.token_ids))
         return reply
 
     async def count_tokens(self, session: Session, call: ChatCall) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -36,6 +38,7 @@ from model_runtime.errors import (
 )
 from model_runtime.layout import served_name
 from model_runtime.llm_client import AskedChat, Generation, GenerationChunk, ParsedDelta, join_chunks
+from model_runtime.tracing import Traces
 from model_runtime.types import Int32Array
 
 logger = logging.getLogger(__name__)
@@ -101,8 +104,10 @@ class Sampler:
         clock: Callable[[], float],
         *,
         attempt_timeout_s: float | None = None,
+        traces: Traces | None = None,
     ) -> None:
         self._bindings = bindings
+        self._ask = self._generate if traces is None else partial(self._generate_traced, traces)
         self._attempt_timeout_s = attempt_timeout_s
         self._metrics = metrics
         self._clock = clock
@@ -167,10 +172,10 @@ class Sampler:
     ) -> Sampled | None:
         """The whole answer; None when a new version interrupted it, with what there is of it in `pieces`."""
         if not sampling.partial_rollout or sampling.kept_whole_by:
-            generation, interrupted = await self._generate(sampling, place, pieces, request_id), False
+            generation, interrupted = await self._ask(sampling, place, pieces, request_id), False
         else:
             async with interrupted_at_a_new_version(self._bindings, binding, place, request_id) as watch:
-                generation = await self._generate(sampling, place, pieces, request_id)
+                generation = await self._ask(sampling, place, pieces, request_id)
             interrupted = watch.ended(generation)
         if interrupted:
             if pieces.num_tokens + len(generation.token_ids) < sampling.settings["max_tokens"]:
@@ -208,6 +213,32 @@ class Sampler:
         events = place.client.generate_stream(**arguments, timeout_s=left_s, stall_timeout_s=limit_s)
         num_prompt_tokens, url = len(arguments["token_ids"]), place.client.url
         return await _joined(sampling, events, seam, num_prompt_tokens=num_prompt_tokens, url=url)
+
+    async def _generate_traced(
+        self, traces: Traces, sampling: Sampling, place: Placement, pieces: Pieces, request_id: str
+    ) -> Generation:
+        began, num_tokens, error = time.time(), 0, "interrupted"
+        try:
+            generation = await self._generate(sampling, place, pieces, request_id)
+            num_tokens, error = len(generation.token_ids), ""
+            return generation
+        except Exception as failure:
+            error = type(failure).__name__
+            raise
+        finally:
+            traces.span(
+                "generate",
+                sampling.session.member.workflow_id,
+                started_at=began,
+                ended_at=time.time(),
+                attributes={
+                    "repertory.replica": place.replica_id,
+                    "repertory.version": place.version,
+                    "repertory.sampled_tokens": num_tokens,
+                },
+                under=sampling.request_id,
+                error=error,
+            )
 
     def _go_on_telling(self, sampling: Sampling, place: Placement, pieces: Pieces) -> None:
         """A listener that hears of this attempt has heard of what it goes on from."""

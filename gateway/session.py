@@ -6,6 +6,7 @@ Whatever changes it goes to the journal at once, so that the next process can ha
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -85,6 +86,7 @@ class Session:
     )  # that answer it, in place of the published ones
     journal: SessionJournal = field(default_factory=SessionJournal)
     active_at: float = 0.0  # when it was last asked for anything
+    opened_at: float = field(default_factory=time.time)  # in this process
     agents: dict[str, AgentChains] = field(default_factory=dict)
     rewards: RewardBook = field(default_factory=RewardBook)
     calls: CallLedger = field(default_factory=CallLedger)

@@ -40,6 +40,7 @@ from gateway.sampling import Settings, check_settings, merge_settings
 from gateway.session import Session
 from gateway.settled_sessions import MAX_REMEMBERED, SettledSessions, check_key
 from gateway.slices import all_in_slices
+from gateway.traced import trace_settled
 from model_runtime.errors import (
     ConflictError,
     InvalidRequestError,
@@ -56,6 +57,7 @@ from model_runtime.protocol import (
     RewardRequest,
     SessionRequest,
 )
+from model_runtime.tracing import Traces
 from model_runtime.types import DEFAULT_COMPONENT, MemberKey, SettlementStatus, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ class SessionRegistry:
         default_timeout_s: float,
         max_sessions: int = GatewayConfig().max_sessions,
         idle_s: float | None = None,
+        traces: Traces | None = None,
         keeps_unfinished: Collection[str] = (),
         journal: SessionJournal | None = None,
         allow_off_policy: bool = False,
@@ -100,6 +103,7 @@ class SessionRegistry:
         self._default_timeout_s = default_timeout_s
         self._max_sessions = max_sessions
         self._idle_s = idle_s
+        self._traces = traces
         self._journal = journal or SessionJournal()
         self._allow_off_policy = allow_off_policy
         self._clock = clock
@@ -397,6 +401,7 @@ class SessionRegistry:
         self._metrics.count_joined(session.calls.num_joined)
         logs.session_id.set(session.session_id)
         logger.info("session ends: %s", status)
+        began = time.time()
         execution, num_refused = self._recorder.execution(session, status, reason)
         try:
             written = await self._record(execution)
@@ -407,6 +412,8 @@ class SessionRegistry:
             num_refused += len(execution.trajectories)
             execution, _ = self._recorder.execution(session, *session.outcome)
             written = await self._record(execution)
+        if self._traces is not None:
+            trace_settled(self._traces, session, execution, written, began=began)
         return self._end(session, execution, num_refused, rows_in=written.rows_in)
 
     def _end(

@@ -27,6 +27,7 @@ from model_runtime.evaluation_config import EvaluationConfig
 from model_runtime.gateway_config import GatewayConfig
 from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.sync_config import SyncConfig
+from model_runtime.tracing import TracingConfig
 from model_runtime.trainer_config import LoRAConfig, LoRARank, TrainerConfig
 from model_runtime.training_config import ReplayConfig, RetentionConfig, SupervisedConfig, TrackingConfig
 
@@ -337,6 +338,8 @@ class RunConfig(Section):
     """What is reported to people."""
     tracking: TrackingConfig = TrackingConfig()
     """TensorBoard, W&B, MLflow, Trackio. None by default."""
+    tracing: TracingConfig = TracingConfig()
+    """OpenTelemetry traces. None by default."""
     seed: int = Field(default=0, ge=0)
     """Seeds adapters, task order and samplers."""
     max_duration_s: float | None = Field(default=None, gt=0)

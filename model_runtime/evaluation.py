@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,7 +29,8 @@ Z_95 = 1.959964
 """Two-sided 95 % quantile of the normal distribution."""
 
 
-Choice = int | Literal["latest", "base"]
+Choice = Annotated[int, Field(title="number")] | Annotated[Literal["latest", "base"], Field(title="name")]
+"""The titles are the tabs of the dashboard's form."""
 
 
 class ModelVersion(Section):

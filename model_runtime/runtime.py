@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -45,6 +46,7 @@ from model_runtime.registrar import Registrar
 from model_runtime.rollout_server import RolloutRuntime
 from model_runtime.synchronizer import ParameterSynchronizer, PublishReport, SyncLimits
 from model_runtime.tokenizer_bundle import publish_tokenizer
+from model_runtime.tracing import open_traces
 from model_runtime.trainer_process import TrainerLimits, TrainerProcess
 from model_runtime.versions import Changed, VersionTracker
 from model_runtime.workspace import Workspace
@@ -95,6 +97,7 @@ class ModelAsyncRuntime:
         self._syncing = False
         self._tokenizer_key: str | None = None
         self._sync_rows: MetricsWriter | None = None
+        self._traces = open_traces(config.tracing, run_id=run_id, process="model-runtime")
 
         self.version_tracker = VersionTracker(model_id, on_change=self._state_changed)
         self.rollout_runtime = RolloutRuntime(
@@ -173,11 +176,18 @@ class ModelAsyncRuntime:
         when a newer life of the model leads."""
         self._syncing = True
         self._state_changed()
+        began, error = time.time(), "interrupted"
         try:
-            return await self._unless_failed(self.parameter_synchronizer.publish(version, columns=columns))
+            report = await self._unless_failed(self.parameter_synchronizer.publish(version, columns=columns))
+            error = ""
+            return report
         finally:
             self._syncing = False
             self._state_changed()
+            if self._traces is not None:
+                self._traces.publication(
+                    self.model_id, version, started_at=began, ended_at=time.time(), error=error
+                )
 
     async def serve_until_stopped(self) -> str:
         """Go on serving and renewing until told to stop; returns the reason."""
@@ -425,6 +435,8 @@ class ModelAsyncRuntime:
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
 
 
 def trainer_environment(

@@ -55,8 +55,10 @@ from model_runtime.patient_store import PatientStore
 from model_runtime.protocol import STORE_OUTAGE_EXIT_CODE, TrainerControl, TrainerSpec, TrainerState
 from model_runtime.store import Store, open_store
 from model_runtime.store_writer import StoreWriter
+from model_runtime.tracing import open_traces
 from model_runtime.tracking import Tracking
 from model_runtime.training_queue import Batch, TrainingQueue
+from model_runtime.training_trace import TrainingTrace
 
 if TYPE_CHECKING:
     from model_runtime.learner import Learner
@@ -107,6 +109,8 @@ class FullyAsyncTrainer:
         self._end_ranks: Callable[[], None] = lambda: None
         self._tracking_config = config.tracking
         self._tracking: Tracking | None = None
+        traces = open_traces(config.tracing, run_id=spec.run_id, process="trainer")
+        self._trace = TrainingTrace(traces, model_id=spec.model_id)
 
     # ------------------------------------------------------------------ the loop
 
@@ -127,6 +131,7 @@ class FullyAsyncTrainer:
             self._end_ranks()
             if self._tracking is not None:
                 self._tracking.close()
+            self._trace.close()
 
     def _train(self) -> TrainerState:
         self._commit_if_due()  # a stop may have come between a step and its version
@@ -146,6 +151,7 @@ class FullyAsyncTrainer:
             )
             self._consume(batch)
             self._note(batch, metrics, waited_s=waited, step_s=time.monotonic() - began)
+            self._trace.step(batch, seconds=time.monotonic() - began - waited)
             self._commit_if_due()
             if self._step % self._model.save_every == 0:
                 self._save()
@@ -319,6 +325,7 @@ class FullyAsyncTrainer:
         self._version, self._version_step = self._number_of_next_version(write), step
         self._version_tensors = tensors
         self._timings["timing_s/commit_version"] = time.monotonic() - began
+        self._trace.version(self._version, seconds=time.monotonic() - began)
         self._writer.beside(partial(write, self._version), self._note_version)
 
     def _note_version(self, document: VersionDocument) -> None:

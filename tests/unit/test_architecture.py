@@ -20,7 +20,7 @@ MAY_USE = {
     "model_runtime": set(),
 }
 GATEWAY_MAY_USE = {"types", "config", "errors", "store", "layout", "documents", "protocol", "trajectory_log"}
-GATEWAY_MAY_USE |= {"llm_client", "workspace", "gateway_config", "patient_store"}
+GATEWAY_MAY_USE |= {"llm_client", "workspace", "gateway_config", "patient_store", "tracing"}
 # The trainer process's own modules, and what runs inside vLLM.
 _TRAINER = (
     "trainer",
@@ -51,6 +51,7 @@ ONLY_IN = {
     "transformers": TRAINER,
     "peft": TRAINER,
     "vllm": PLUGIN,
+    "opentelemetry": {"model_runtime.tracing"},
 }
 
 
@@ -95,6 +96,7 @@ def test_the_import_rules_hold() -> None:
         ("gateway.router", "prefect"),
         ("model_runtime.groups", "torch.nn"),
         ("model_runtime.rollout_server", "vllm"),
+        ("gateway.router", "opentelemetry.trace"),
     ],
 )
 def test_the_rules_find_what_breaks_them(importer: str, imported: str) -> None:

@@ -53,3 +53,25 @@ def test_nothing_begins_by_itself_unless_it_is_asked_for() -> None:
     quiet = evaluation(scheduled=False, cron="* * * * *", every_checkpoints=1)
     assert not quiet.schedules
     assert not quiet.triggers
+
+
+def test_models_may_have_a_work_pool_of_their_own() -> None:
+    config = RunConfig.model_validate(
+        {
+            "name": "shop",
+            "multi_model": {"models": [{"model_id": "a", "model_path": "/a"}]},
+            "agent_model_mapping": {"x": "a"},
+        }
+    )
+    made = deployments_of(
+        config,
+        version="1",
+        scheduled=False,
+        models_pool="gpus",
+        work_pool_name="machines",
+        work_queue_name="high",
+    )
+    of_models = {d.work_pool_name for d in made if d.flow_name == "model-runtime"}
+    others = {(d.work_pool_name, d.work_queue_name) for d in made if d.flow_name != "model-runtime"}
+    assert of_models == {"gpus"}
+    assert others == {("machines", "high")}
