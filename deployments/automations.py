@@ -59,7 +59,10 @@ def alerts_of(config: RunConfig) -> Iterator[Alert]:
     """The automations a config wants."""
     alerts = config.alerts
     models = ResourceSpecification.model_validate(
-        {"prefect.resource.id": [f"repertory.model.{model.model_id}" for model in config.models]}
+        {
+            "prefect.resource.id": [f"repertory.model.{model.model_id}" for model in config.models],
+            "repertory.config": config.name,
+        }
     )
     if alerts.zombie_after_s is not None:
         yield Alert(

@@ -126,7 +126,7 @@ async def _evaluate_one(config: RunConfig, store: Store, run_id: str, versions: 
     document = await asyncio.to_thread(write_evaluation, store, layout, document)
     before = await asyncio.to_thread(read_evaluations, store, layout)
     await show_evaluation(document, before, headline(document))
-    tell_of_regression(document, before, drop=config.alerts.evaluation_drop)
+    tell_of_regression(document, before, drop=config.alerts.evaluation_drop, config=config.name)
     return headline(document)
 
 

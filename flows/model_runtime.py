@@ -66,7 +66,8 @@ async def live(core: ModelAsyncRuntime, config: RunConfig) -> str:
     """Start, train and publish until no more versions come, then serve until stopped; the reason."""
     model = config.model(core.model_id)
     store, layout = open_patient_store(config.store), RunLayout(core.run_id)
-    watch = TrainingWatch(config.alerts, model_id=core.model_id, run_id=core.run_id)
+    who = {"model_id": core.model_id, "run_id": core.run_id, "config": config.name}
+    watch = TrainingWatch(config.alerts, **who)
     reporter = ModelReporter(core, store.at_once(), layout, model, watch)
     reporting = asyncio.create_task(reporter.run())
     try:
@@ -74,7 +75,7 @@ async def live(core: ModelAsyncRuntime, config: RunConfig) -> str:
         await _train_and_publish(core, store, layout)
         reason = await serve(core)
     except Exception as error:
-        announce("model.failed", model_id=core.model_id, run_id=core.run_id, reason=str(error)[:2000])
+        announce("model.failed", **who, reason=str(error)[:2000])
         raise
     finally:  # also when cancelled: within seconds, so nothing here waits for Prefect
         store.give_up()

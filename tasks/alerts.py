@@ -24,9 +24,9 @@ Row = Mapping[str, Any]
 class TrainingWatch:
     """Tells Prefect that a model's training goes on, that it is over, and that its reward fell."""
 
-    def __init__(self, alerts: AlertsConfig, *, model_id: str, run_id: str) -> None:
+    def __init__(self, alerts: AlertsConfig, *, model_id: str, run_id: str, config: str) -> None:
         self._alerts = alerts
-        self._who = {"model_id": model_id, "run_id": run_id}
+        self._who = {"model_id": model_id, "run_id": run_id, "config": config}
         self._step: int | None = None
         self._told_at = 0.0
         self._over = False
@@ -79,7 +79,7 @@ def reward_fall(rows: Sequence[Row], *, share: float | None) -> str | None:
 
 
 def tell_of_regression(
-    document: EvaluationDocument, before: Sequence[EvaluationDocument], *, drop: float | None
+    document: EvaluationDocument, before: Sequence[EvaluationDocument], *, drop: float | None, config: str
 ) -> None:
     """An event for each model of an evaluation that came out worse than the one before."""
     plan = document.plan
@@ -87,7 +87,9 @@ def tell_of_regression(
     reason = regression(document, last, drop=drop)
     if reason is not None:
         for model_id in plan.versions:
-            announce("evaluation.regressed", model_id=model_id, run_id=plan.run_id, reason=reason)
+            announce(
+                "evaluation.regressed", model_id=model_id, run_id=plan.run_id, config=config, reason=reason
+            )
 
 
 def regression(

@@ -30,10 +30,11 @@ async def tell(what: str, call: Awaitable[T], *, limit_s: float = CALL_LIMIT_S) 
     return None
 
 
-def announce(event: str, *, model_id: str, run_id: str, **payload: Any) -> None:
+def announce(event: str, *, model_id: str, run_id: str, config: str = "", **payload: Any) -> None:
     """Emit a Prefect event about a model (`version.published`, `checkpoint.saved`, `model.failed`).
 
-    Queued in this process and sent in the background; automations match on `repertory.model.<model_id>`.
+    Queued in this process and sent in the background; automations match on `repertory.model.<model_id>`, and
+    those of a config on its name too: two configs may each have a model of that id.
     """
     try:
         emit_event(
@@ -42,6 +43,7 @@ def announce(event: str, *, model_id: str, run_id: str, **payload: Any) -> None:
                 "prefect.resource.id": f"repertory.model.{model_id}",
                 "prefect.resource.name": model_id,
                 "repertory.run-id": run_id,
+                "repertory.config": config,
             },
             payload=payload,
         )

@@ -340,8 +340,9 @@ def test_automations_are_made_once_keep_what_the_user_changed_and_really_tell(
             "prefect.resource.id": "repertory.model.delta",
             "prefect.resource.name": "delta",
             "repertory.run-id": "run-7",
+            "repertory.config": "mart",
         }
-        other = resource | {"prefect.resource.id": "repertory.model.omega"}
+        other = resource | {"repertory.config": "another with a model of that id"}
         events = [
             _event("model.failed", resource, payload={"reason": "out of memory"}),
             _event("model.failed", other, payload={"reason": "not of this config"}),

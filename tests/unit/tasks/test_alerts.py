@@ -32,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def watch() -> TrainingWatch:
-    return TrainingWatch(AlertsConfig(), model_id="m", run_id="run-1")
+    return TrainingWatch(AlertsConfig(), model_id="m", run_id="run-1", config="c")
 
 
 def status(step: int, state: str = "running") -> TrainerStatus:
@@ -135,7 +135,7 @@ def document(reward: float, **versions: int | None) -> EvaluationDocument:
 
 def test_a_worse_evaluation_of_newer_versions_is_told_for_each_model(told: Told) -> None:
     now, before = document(0.5, a=5, b=5), document(0.8, a=4, b=5)
-    tell_of_regression(now, [document(0.1, a=None, b=None), before, now], drop=0.1)
+    tell_of_regression(now, [document(0.1, a=None, b=None), before, now], drop=0.1, config="c")
     assert [(event, payload["model_id"]) for event, payload in told] == [
         ("evaluation.regressed", "a"),
         ("evaluation.regressed", "b"),

@@ -27,7 +27,7 @@ from tasks.metrics import (
 )
 
 LAYOUT = RunLayout("run-1")
-WATCH = TrainingWatch(AlertsConfig(), model_id="planner_model", run_id="run-1")
+WATCH = TrainingWatch(AlertsConfig(), model_id="planner_model", run_id="run-1", config="c")
 MODEL = ModelConfig(model_id="planner_model", model_path="/models/planner")
 
 

@@ -62,10 +62,10 @@ def test_an_event_that_is_refused_fails_nothing(
     assert "version.published of a: no events worker" in caplog.text
 
 
-def test_an_event_names_model_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_names_model_run_and_config(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[str, dict[str, object]]] = []
     monkeypatch.setattr(reporting, "emit_event", lambda event, **kwargs: sent.append((event, kwargs)))
-    announce("checkpoint.saved", model_id="a", run_id="r", step=5)
+    announce("checkpoint.saved", model_id="a", run_id="r", config="shop", step=5)
     event, content = sent[0]
     assert event == "checkpoint.saved"
     assert content["payload"] == {"step": 5}
@@ -73,4 +73,5 @@ def test_an_event_names_model_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
         "prefect.resource.id": "repertory.model.a",
         "prefect.resource.name": "a",
         "repertory.run-id": "r",
+        "repertory.config": "shop",
     }

@@ -20,7 +20,7 @@ from tasks.metrics import ModelReporter
 from tasks.story import evaluation_title, run_title
 
 LAYOUT = RunLayout("run-1")
-WATCH = TrainingWatch(AlertsConfig(), model_id="a", run_id="run-1")
+WATCH = TrainingWatch(AlertsConfig(), model_id="a", run_id="run-1", config="c")
 
 
 def rows(*rewards: float) -> list[dict[str, Any]]:
