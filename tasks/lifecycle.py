@@ -72,17 +72,23 @@ async def run_watched(work: Coroutine[Any, Any, T]) -> Finished[T] | Stopped:
     """Run `work` until it ends or this flow run should stop; then cancel it and wait for its cleanup."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(stop_asked())
+    told = False
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return Finished(working.result())
         return Stopped(watching.result())
+    except BaseException as error:
+        told = told_to_stop(error)
+        raise
     finally:
         for task in (watching, working):
             # The runner's SIGTERM may have cancelled every task already; once more would break off a cleanup.
             if not task.cancelling():
                 task.cancel()
         await to_the_end(lambda: _all_done(watching, working))
+        if told:
+            confirm_cancelled()
 
 
 async def _all_done(*tasks: asyncio.Task[Any]) -> None:
@@ -261,6 +267,22 @@ async def _active_runs(client: PrefectClient, run_id: str, own_id: str | None) -
         )
     )
     return [run for run in runs if str(run.id) != own_id]
+
+
+def confirm_cancelled() -> None:
+    """Set this flow run to Cancelled if it is Cancelling: nothing of it is left. The runner that ended it
+    does so too, but a quarter of a minute later, for it imports the flow to run its hooks; and the parent
+    waits. Synchronous: every task of the loop has been cancelled."""
+    own_id: str | None = this_run.id
+    if own_id is None:
+        return
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(UUID(own_id)).state
+            if state is not None and state.is_cancelling():
+                _set_state(client, UUID(own_id), Cancelled(message=state.message), attempts=2)
+    except Exception as error:  # the runner will say it
+        log.info("own end could not be told to Prefect: %s", type(error).__name__)
 
 
 def _cancel_state(run: FlowRun, reason: str) -> State | None:

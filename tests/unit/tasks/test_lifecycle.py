@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 from types import SimpleNamespace
-from uuid import uuid4
+from typing import Any
+from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.schemas.objects import FlowRun, StateType
@@ -202,3 +203,41 @@ def test_a_locked_database_is_asked_again() -> None:
 
     assert lifecycle._set_state(Locked(), uuid4(), Cancelling())
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize(("state", "told"), [("Cancelling", ["Cancelled"]), ("Running", [])])
+async def test_a_cancelled_flow_run_says_that_it_has_ended_once_its_cleanup_is_over(
+    monkeypatch: pytest.MonkeyPatch, state: str, told: list[str]
+) -> None:
+    order: list[str] = []
+
+    class Client:
+        def __enter__(self) -> Client:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def read_flow_run(self, flow_run_id: UUID) -> SimpleNamespace:
+            now = Cancelling() if state == "Cancelling" else Running()
+            return SimpleNamespace(state=now)
+
+        def set_flow_run_state(self, flow_run_id: UUID, wanted: Any) -> None:
+            order.append(wanted.name)
+
+    monkeypatch.setattr(lifecycle, "stop_asked", _stays)
+    monkeypatch.setattr(lifecycle, "get_client", lambda **_: Client())
+    monkeypatch.setattr(lifecycle, "this_run", SimpleNamespace(id=str(uuid4())))
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.02)
+            order.append("cleaned")
+
+    flow = asyncio.create_task(run_watched(work()))
+    await asyncio.sleep(0.01)
+    flow.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await flow
+    assert order == ["cleaned", *told]
