@@ -353,6 +353,11 @@ async def watch_children(run: Run) -> None:
         elif not child.completed:
             run.failures[child.role] = child.outcome
             log.error("%s ended: %s", child.role, child.outcome)
+            if child.role in run.models and run.config.multi_model.on_model_failure == "stop":
+                raise RunFailedError(
+                    f"{child.role} failed and multi_model.on_model_failure is stop; "
+                    f"run {run.run_id!r} can be resumed: {child.outcome}"
+                )
 
 
 async def anyone_trains(run: Run) -> bool:

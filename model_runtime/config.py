@@ -253,6 +253,9 @@ class MultiModelConfig(Section):
     """Kept for the RFC's files. False is refused: there is no single-model mode to fall back to."""
     models: list[ModelConfig] = Field(min_length=1)
     """One entry per policy."""
+    on_model_failure: Literal["go_on", "stop"] = "go_on"
+    """What becomes of the run when a model has failed for good. go_on: the others train on from what the
+    agents still finish. stop: the run ends at once, to be resumed; for agents that need every model."""
 
     @field_validator("enable")
     @classmethod
@@ -294,6 +297,9 @@ class WorkflowConfig(Section):
     """Limit for one execution; then it settles as expired."""
     group_timeout_s: float = Field(default=900.0, gt=0)
     """Limit from a group's opening; then members still open are cancelled."""
+    max_task_failures: int | None = Field(default=3, ge=1)
+    """A task of which this many groups in a row ended without one finished execution is skipped from then
+    on, and listed. None: never."""
     max_attempts: int = Field(default=2, ge=1)
     """Attempts at a member whose execution failed for the infrastructure's sake."""
     temperature: float = Field(default=1.0, ge=0)

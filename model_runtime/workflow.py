@@ -8,6 +8,7 @@ and nothing else.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +25,8 @@ from model_runtime.workflow_execution import SESSION_SLACK_S, Mode, OpenGroup, T
 from model_runtime.workflow_session import ChatReply, WorkflowSession
 from model_runtime.workflow_tasks import (
     Cursor,
+    PoisonTasks,
+    Task,
     TaskGroup,
     WorkflowFunction,
     evaluation_groups,
@@ -34,6 +37,8 @@ from model_runtime.workflow_tasks import (
 )
 
 __all__ = ["ChatReply", "DriverProgress", "DriverReport", "RolloutDriver", "WorkflowSession"]
+
+logger = logging.getLogger(__name__)
 
 GATEWAY_PATIENCE_S = 180.0  # how long the gateway may be away before the rollout fails
 
@@ -48,6 +53,7 @@ class DriverProgress:
     executions: dict[str, int]  # status → executions
     running: int
     mean_reward: float | None  # over all finalized executions so far
+    skipped_tasks: tuple[int, ...] = ()  # by their place in the task file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +75,7 @@ class DriverReport:
     errors: dict[str, int]  # what workflows raised, and how often
     num_calls: int  # model calls
     duration_s: float
+    skipped_tasks: tuple[int, ...] = ()  # by their place in the task file
 
 
 class RolloutDriver:
@@ -111,6 +118,7 @@ class RolloutDriver:
         self._evaluation = config.evaluation
         self._tally = Tally(task_rewards=defaultdict(list) if mode == "eval" else None)
         self._groups_total = 0
+        self._poison = PoisonTasks(self._config.max_task_failures)
 
     async def run(self) -> DriverReport:
         started = time.monotonic()
@@ -189,14 +197,23 @@ class RolloutDriver:
         size = self._config.group_size
         for group in groups:
             missing = cursor.missing(group.group_id, size)
+            before = {
+                "finished": group.group_id in cursor.finished,
+                "failed": group.group_id in cursor.failed,
+            }
             if not missing:
                 self._tally.groups_done_before += 1
+                self._poison.note(group.task, **before)
+                continue
+            if len(missing) == size and self._poison.skips(group.task):
+                self._skip(group.task)
                 continue
             # The semaphore is first come, first served: passing it means that every member issued so far
             # has begun and one more could. Groups opened earlier would only grow stale.
             async with self._slots:
                 pass
-            opened = OpenGroup(group, size, settled=set(range(size)) - {index for index, _ in missing})
+            settled = set(range(size)) - {index for index, _ in missing}
+            opened = OpenGroup(group, size, settled=settled, **before)
             try:
                 if self._tally.ended:
                     return
@@ -217,6 +234,8 @@ class RolloutDriver:
             self._tally.running += 1
             try:
                 await executor.settle_member(group, index, attempt)
+                if len(group.settled) == group.size:
+                    self._poison.note(group.group.task, finished=group.finished, failed=group.failed)
             except RunEndedError:
                 self._tally.ended = True
                 self._tally.executions["unsettled"] += 1
@@ -224,6 +243,17 @@ class RolloutDriver:
                 self._tally.running -= 1
         if self._progress is not None:
             self._progress(self._snapshot())
+
+    def _skip(self, task: Task) -> None:
+        if task.index not in self._tally.skipped_tasks:
+            self._tally.skipped_tasks.add(task.index)
+            logger.warning(
+                "task %d of %s is skipped: none of its executions was finished in %s groups in a row "
+                "(workflow.max_task_failures)",
+                task.index,
+                self._config.tasks,
+                self._config.max_task_failures,
+            )
 
     # -------------------------------------------------------------- reporting
 
@@ -235,6 +265,7 @@ class RolloutDriver:
             executions=dict(self._tally.executions),
             running=self._tally.running,
             mean_reward=self._tally.mean_reward,
+            skipped_tasks=tuple(sorted(self._tally.skipped_tasks)),
         )
 
     def _report(self, duration_s: float) -> DriverReport:
@@ -252,6 +283,7 @@ class RolloutDriver:
             errors=dict(tally.errors),
             num_calls=tally.num_calls,
             duration_s=duration_s,
+            skipped_tasks=tuple(sorted(tally.skipped_tasks)),
         )
 
 

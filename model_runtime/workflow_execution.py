@@ -25,7 +25,7 @@ from model_runtime.protocol import (
     SessionAnswer,
     SessionRequest,
 )
-from model_runtime.types import DEFAULT_COMPONENT, MemberKey
+from model_runtime.types import DEFAULT_COMPONENT, UNFINISHED_STATUSES, MemberKey
 from model_runtime.workflow_session import WorkflowSession, is_finite_number
 from model_runtime.workflow_tasks import Task, TaskGroup, WorkflowFunction
 
@@ -51,6 +51,8 @@ class OpenGroup:
     size: int
     settled: set[int] = field(default_factory=set)  # members that are settled in every model's log
     deadline: float = 0.0  # monotonic; afterwards the gateway has settled what was missing
+    finished: bool = False  # an execution was
+    failed: bool = False  # one was not, by its own doing
 
 
 class _WorkflowFault(Exception):
@@ -70,6 +72,7 @@ class Tally:
     running: int = 0
     groups_opened: int = 0
     groups_done_before: int = 0
+    skipped_tasks: set[int] = field(default_factory=set)  # by their place in the task file
     ended: bool = False
 
     @property
@@ -147,6 +150,8 @@ class WorkflowExecutor:
             if status not in ("retried", "lost"):
                 if status != "unsettled":
                     group.settled.add(index)
+                    group.finished |= status in ("finalized", "awaiting_reward")
+                    group.failed |= status in UNFINISHED_STATUSES
                 return
             attempt += 1
             if status == "retried":

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import random
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from model_runtime.errors import ConfigError
 from model_runtime.layout import RunLayout
 from model_runtime.log_reader import LogReader
 from model_runtime.store import Store
+from model_runtime.types import UNFINISHED_STATUSES
 
 WorkflowFunction = Callable[[dict[str, Any], Any], Awaitable[float | None]]
 """`async def workflow(task, session) -> reward`."""
@@ -157,11 +158,33 @@ def evaluation_groups(tasks: Sequence[Task]) -> list[TaskGroup]:
 # ---------------------------------------------------------------- what is done already
 
 
+class PoisonTasks:
+    """Tasks of which no execution is ever finished, pass after pass. Nothing of it is kept beside the logs:
+    going through the groups in order finds it again."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._failed_in_a_row: Counter[int] = Counter()  # task → groups
+
+    def note(self, task: Task, *, finished: bool, failed: bool) -> None:
+        """A group of this task has settled. `finished`: one of its executions was; `failed`: one ended
+        otherwise by its own doing. Where all are the infrastructure's fault, nothing is known of the task."""
+        if finished:
+            self._failed_in_a_row[task.index] = 0
+        elif failed:
+            self._failed_in_a_row[task.index] += 1
+
+    def skips(self, task: Task) -> bool:
+        return self._limit is not None and self._failed_in_a_row[task.index] >= self._limit
+
+
 @dataclass(slots=True)
 class Cursor:
     """Where an earlier life of this run stopped, as the models' logs tell it."""
 
     settled: set[tuple[str, int]] = field(default_factory=set)  # (group_id, member_index)
+    finished: set[str] = field(default_factory=set)  # groups with an execution that was finished
+    failed: set[str] = field(default_factory=set)  # groups with one that was not, by its own doing
     next_attempt: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def missing(self, group_id: str, group_size: int) -> list[tuple[int, int]]:
@@ -186,5 +209,9 @@ def read_cursor(store: Store, layout: RunLayout, model_ids: Sequence[str]) -> Cu
                 cursor.next_attempt[key] = max(attempt, cursor.next_attempt.get(key, 0))
                 if settlement.is_final:
                     settled_in[key].add(model_id)
+                if settlement.status == "finalized":
+                    cursor.finished.add(settlement.member.group_id)
+                elif settlement.status in UNFINISHED_STATUSES:
+                    cursor.failed.add(settlement.member.group_id)
     cursor.settled = {key for key, models in settled_in.items() if len(models) == len(model_ids)}
     return cursor

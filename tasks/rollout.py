@@ -69,6 +69,7 @@ def describe(progress: DriverProgress) -> str:
     return (
         f"{opened if progress.mode == 'train' else f'{progress.groups_total} executions to do'}, "
         f"{progress.running} executions running; {settled or 'none settled'}{reward}"
+        f"{skipped_tasks(progress.skipped_tasks)}"
     )
 
 
@@ -103,5 +104,14 @@ def report_line(report: DriverReport) -> str:
     reward = "no reward" if report.mean_reward is None else f"mean reward {report.mean_reward:.3f}"
     return (
         f"{report.groups_opened} groups, {report.num_calls} model calls, "
-        f"{settled or 'none settled'}, {reward}"
+        f"{settled or 'none settled'}, {reward}{skipped_tasks(report.skipped_tasks)}"
     )
+
+
+def skipped_tasks(places: tuple[int, ...], *, shown: int = 20) -> str:
+    """`; 2 tasks skipped, never finished: 3, 17`; empty for none. Their content stays out of Prefect."""
+    if not places:
+        return ""
+    more = ", …" if len(places) > shown else ""
+    named = ", ".join(map(str, places[:shown]))
+    return f"; {len(places)} task{'s' * (len(places) > 1)} skipped, never finished: {named}{more}"

@@ -27,7 +27,7 @@ from flows.multi_model_training import (
 )
 from model_runtime.config import RunConfig
 from model_runtime.coordinator import CheckpointCoordinator, begin_run, claim_epoch, read_desired
-from model_runtime.errors import ProcessError, StoreOutageError, SupersededError
+from model_runtime.errors import ProcessError, RunFailedError, StoreOutageError, SupersededError
 from model_runtime.layout import RunLayout
 from model_runtime.protocol import GatewayStatus, ModelRenewal, ModelStatus
 from model_runtime.store import Store
@@ -193,6 +193,22 @@ async def test_one_models_failure_leaves_the_others_going(run: Run, prefect: Fak
     assert not following.done()
     prefect.end("b", Failed(message="too"))
     await within(following)
+
+
+async def test_by_the_config_one_models_failure_stops_the_run(
+    local_store: Store, prefect: FakePrefect
+) -> None:
+    raw = config().model_dump()
+    raw["multi_model"]["on_model_failure"] = "stop"
+    run = await make_run(local_store, RunConfig.model_validate(raw))
+    following = asyncio.create_task(follow(run))
+    prefect.end("a", Crashed())  # lost, not failed: started again
+    await asyncio.sleep(0.05)
+    assert not following.done()
+    prefect.end("a", Failed(message="CUDA out of memory"))
+    with pytest.raises(RunFailedError, match=r"a failed and .*on_model_failure is stop.*CUDA out of memory"):
+        await within(following)
+    run.gateway_task.cancel()
 
 
 async def test_a_lost_model_is_started_again_and_is_no_failure(run: Run, prefect: FakePrefect) -> None:

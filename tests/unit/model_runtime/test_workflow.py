@@ -25,6 +25,7 @@ from model_runtime.store import Store, open_store
 from model_runtime.trajectory_log import encode_shard
 from model_runtime.types import Shard
 from model_runtime.workflow import DriverProgress, DriverReport, RolloutDriver, WorkflowSession
+from model_runtime.workflow_tasks import PoisonTasks, Task
 from tests.fake_gateway import FakeGateway, serving
 from tests.fakes import make_settlement
 
@@ -483,6 +484,70 @@ async def test_a_resumed_driver_issues_only_what_some_log_does_not_settle(
     assert {s.member for s in gateway.history} == {(second, 1, 1), (second, 2, 2), (second, 3, 0)}
     assert (report.groups_done_before, report.groups_opened) == (1, 1)
     assert gateway.groups[second]["settled_members"] == [0]
+
+
+async def spoiled_by_one(task: dict[str, Any], session: WorkflowSession) -> float:
+    if task["n"] == 1:
+        raise ValueError("nobody can read this task")
+    return await ask_planner(task, session)
+
+
+async def test_a_task_that_is_never_finished_is_skipped_after_its_limit_and_listed(
+    drive: Drive, gateway: FakeGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    one_group_at_a_time = {"max_concurrent_executions": 1, "epochs": 5, "group_size": 2}
+    seen: list[tuple[int, ...]] = []
+    report = await drive(
+        spoiled_by_one,
+        max_task_failures=2,
+        progress=lambda p: seen.append(p.skipped_tasks),
+        **one_group_at_a_time,
+    )
+    spoiled = [group for group in gateway.groups if "-t1-" in group]
+    # One more may have been open already when the second had failed.
+    assert 2 <= len(spoiled) <= 3
+    assert report.executions == {"finalized": 20, "aborted": 2 * len(spoiled)}
+    assert report.skipped_tasks == (1,)
+    assert (seen[0], seen[-1]) == ((), (1,))
+    assert caplog.text.count("task 1 of") == 1
+    assert "max_task_failures" in caplog.text
+
+
+async def test_without_a_limit_no_task_is_skipped(drive: Drive) -> None:
+    settings = {"max_concurrent_executions": 1, "epochs": 4, "group_size": 2}
+    report = await drive(spoiled_by_one, max_task_failures=None, **settings)
+    assert (report.executions, report.skipped_tasks) == ({"finalized": 16, "aborted": 8}, ())
+
+
+async def test_a_resumed_driver_finds_the_skipped_tasks_in_the_logs(
+    drive: Drive, gateway: FakeGateway, store: Store
+) -> None:
+    settings = {"shuffle": False, "group_size": 2, "max_task_failures": 2}
+    await drive(ask_planner, num_tasks=3, epochs=4, **settings)
+    groups = sorted(gateway.groups)
+    gateway.history.clear()
+    gateway.groups.clear()
+    how = {"-t0-": "infra", "-t1-": "aborted", "-t2-": "finalized"}
+    seq = 0
+    for group in (g for g in groups if g.startswith(("e0", "e1"))):
+        status = next(s for task, s in how.items() if task in group)
+        for index in range(2):
+            for model in MODELS:
+                settle(store, model, seq, group_id=group, member_index=index, status=status)
+            seq += 1
+    report = await drive(ask_planner, num_tasks=3, epochs=4, **settings)
+    assert report.skipped_tasks == (1,), "the infrastructure's failures are not the task's"
+    assert not any("-t1-" in group for group in gateway.groups)
+    assert (report.groups_done_before, report.groups_opened) == (6, 4)
+
+
+def test_one_finished_execution_redeems_a_task() -> None:
+    poison, task = PoisonTasks(2), Task(0, b"{}")
+    for finished in (False, True, False):
+        poison.note(task, finished=finished, failed=True)
+    assert not poison.skips(task)
+    poison.note(task, finished=False, failed=True)
+    assert poison.skips(task)
 
 
 async def test_a_group_the_gateway_calls_settled_is_passed_over(

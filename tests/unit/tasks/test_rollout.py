@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from model_runtime.workflow import DriverProgress
-from tasks.rollout import describe, percent_of
+from tasks.rollout import describe, percent_of, skipped_tasks
 
 
 def progress(mode: Literal["train", "eval"], *, opened: int = 0, **executions: int) -> DriverProgress:
@@ -20,6 +20,12 @@ def test_training_is_as_far_as_its_groups_are_opened() -> None:
     assert describe(half) == (
         "20 of 40 groups opened, 3 executions running; 2 expired, 150 finalized; mean reward 0.50"
     )
+
+
+def test_skipped_tasks_are_listed_and_a_long_list_is_cut() -> None:
+    assert skipped_tasks(()) == ""
+    assert skipped_tasks((3,)) == "; 1 task skipped, never finished: 3"
+    assert skipped_tasks((3, 17, 21), shown=2) == "; 3 tasks skipped, never finished: 3, 17, …"
 
 
 def test_an_evaluation_opens_no_groups_and_is_as_far_as_its_executions_are_done() -> None:
