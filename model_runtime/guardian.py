@@ -19,6 +19,9 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 TICK_S = 1.0
 AFTER_KILL_S = 5.0
+LOG_LIMIT_BYTES = int(os.environ.get("REPERTORY_LOG_LIMIT_BYTES", 64 * 2**20))
+"""A log that grew beyond this begins anew; the one before it is kept beside it."""
+LOG_LOOK_S = float(os.environ.get("REPERTORY_LOG_LOOK_S", 10.0))
 
 
 def main() -> int:
@@ -32,8 +35,12 @@ def main() -> int:
     child = _start(command, libc)
     os.write(lifeline, f"{child}\n".encode())
     statuses: dict[int, int] = {}
+    looked_at = time.monotonic()
     while child not in statuses and _parent_holds(lifeline, wakeup, parent):
         _reap(statuses)
+        if time.monotonic() - looked_at > LOG_LOOK_S:
+            _bound_log()
+            looked_at = time.monotonic()
     _end_all(child, statuses, grace_s)
     return statuses.get(child, -signal.SIGKILL)
 
@@ -81,6 +88,21 @@ def _parent_holds(lifeline: int, wakeup: int, parent: int) -> bool:
         return False
     # The stream doesn't end while a forked copy of a dead parent holds its other end.
     return os.getppid() == parent
+
+
+def _bound_log() -> None:
+    """The output of the command is appended to a file that this process has as its own output too; so it can
+    be copied away and cut to nothing while it is written to. What comes in between may be in neither."""
+    try:
+        if os.fstat(1).st_size < LOG_LIMIT_BYTES:
+            return
+        path = os.readlink("/proc/self/fd/1")
+        with open(path, "rb") as log, open(path + ".1", "wb") as before:
+            while os.copy_file_range(log.fileno(), before.fileno(), 2**24):
+                pass
+        os.ftruncate(1, 0)
+    except OSError as error:
+        os.write(2, f"this log could not be begun anew: {error.strerror}\n".encode())
 
 
 def _reap(statuses: dict[int, int]) -> bool:

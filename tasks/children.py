@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
@@ -17,7 +18,10 @@ from tasks.lifecycle import final_runs
 START_LIMIT_S = 60.0
 """Longest time one child's creation is tried."""
 MAX_CRASH_RESTARTS = 3
-"""Times one child is started again after its process was lost. A child that failed by itself is not."""
+"""Times in a row one child is started again after its process was lost. A child that failed by itself is
+not."""
+STABLE_S = 600.0
+"""A child that lived this long begins a new row."""
 
 
 @dataclass(slots=True)
@@ -32,6 +36,8 @@ class Child:
     flow_run_id: UUID | None = None
     incarnation: int = 1
     final: FlowRun | None = None
+    started_at: float = 0.0  # monotonic
+    num_lost: int = 0  # in a row
     history: list[str] = field(default_factory=list)
     silent_s: float = 0.0  # nothing was heard of it, while there was somebody to hear it
     busy_limit_s: float = 0.0  # it may be busy and silent for this long
@@ -72,6 +78,7 @@ async def start_child(child: Child) -> None:
         with attempt:
             child.flow_run_id = (await _create(child, parameters, key)).id
     child.final, child.silent_s, child.ending = None, 0.0, False
+    child.started_at = time.monotonic()
 
 
 async def _create(child: Child, parameters: dict[str, Any], key: str) -> FlowRun:
@@ -104,7 +111,11 @@ async def look(children: list[Child]) -> list[Child]:
 
 async def restart_if_lost(child: Child) -> bool:
     """Start a child whose process was lost again, within the budget. It goes on from what is in the store."""
-    if not child.lost or child.incarnation > MAX_CRASH_RESTARTS:
+    if not child.lost:
+        return False
+    lived_long = time.monotonic() - child.started_at > STABLE_S
+    child.num_lost = 1 if lived_long else child.num_lost + 1
+    if child.num_lost > MAX_CRASH_RESTARTS:
         return False
     child.incarnation += 1
     await start_child(child)

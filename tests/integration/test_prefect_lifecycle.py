@@ -274,3 +274,54 @@ def test_a_run_whose_time_is_up_settles_trains_and_publishes_what_it_has(
     assert summary.num_executions > 0
     assert summary.num_executions % 4 == 0, "a group was left half done"
     assert all(m.balanced and m.in_log == 0 for m in summary.models)
+
+
+# Loaded into every process of the launch: whoever is silent is found within seconds.
+IMPATIENT = """
+import sys
+
+if any("prefect.engine" in a or "deployments.cli" in a for a in sys.orig_argv):
+    import deployments.up
+    import tasks.hang_watch
+
+    tasks.hang_watch.SILENT_LIMIT_S = 40.0
+    deployments.up.PARENT_SILENT_LIMIT_S = 40.0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("victim", ["runtime", "driver", "parent"])
+def test_what_is_stopped_for_ever_is_found_and_the_run_goes_on(
+    launch: Callable[..., Up], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    patch = tmp_path / "patch"
+    patch.mkdir()
+    (patch / "sitecustomize.py").write_text(IMPATIENT)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(patch), str(Path.cwd())]))
+    config = short_config(tmp_path)
+    raw = yaml.safe_load(config.read_text())
+    raw["workflow"]["execution_timeout_s"] = 40.0  # a driver may be busy for as long
+    config.write_text(yaml.safe_dump(raw))
+    up = launch(str(config), "--run-id", "run-1")
+    up.until_trained()
+    stack = json.loads((tmp_path / "home" / "stack.json").read_text())
+    runs = asyncio_run(PrefectApi(stack["api_url"]).active_runs("run-1"))
+    of = {
+        "runtime": lambda run: "model:solver_model" in run.tags,
+        "driver": lambda run: run.name.startswith("rollout"),
+        "parent": lambda run: run.parent_task_run_id is None,
+    }[victim]
+    stopped = up.flow_process(str(next(run.id for run in runs if of(run))))
+    stopped.send_signal(signal.SIGSTOP)
+    if victim == "parent":
+        assert up.wait(300) == 1, up.output()
+        assert "its parent hung" in up.output()
+        assert "--resume run-1" in up.output()
+        up.assert_nothing_left()
+        return
+    assert up.wait(600) == 0, up.output()
+    assert not stopped.is_running()
+    said = "\n".join(path.read_text() for path in (tmp_path / "home" / "logs").glob("runner-*.log"))
+    assert "nothing was heard of" in said
+    up.assert_nothing_left(5)

@@ -171,6 +171,34 @@ def test_a_child_outlives_the_thread_and_loop_that_started_it(tmp_path):
     assert not running(child.pid)
 
 
+TALKATIVE = """
+import time
+for number in range(10**9):
+    print(number, "x" * 1000, flush=True)
+    time.sleep(0.002)
+"""
+
+
+async def test_a_log_that_grows_too_large_begins_anew_and_the_one_before_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("REPERTORY_LOG_LIMIT_BYTES", "200000")
+    monkeypatch.setenv("REPERTORY_LOG_LOOK_S", "0.1")
+    log = tmp_path / "x.log"
+    child = await ChildProcess.start([sys.executable, "-c", TALKATIVE], log_path=log, grace_s=1)
+    try:
+        before = tmp_path / "x.log.1"
+        await asyncio.to_thread(wait_until, before.exists, 20.0)
+        first = await asyncio.to_thread(before.read_bytes)
+        await asyncio.to_thread(wait_until, lambda: before.read_bytes()[:9] != first[:9], 20.0)
+        await asyncio.to_thread(wait_until, lambda: log.stat().st_size > 0, 20.0)
+        assert log.stat().st_size < 4_000_000
+    finally:
+        await child.stop()
+    lines = log.read_text().splitlines()
+    assert lines
+    assert all(line.split()[0].isdecimal() for line in lines[1:]), "written where the old one ended"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.log", "x.log.1"]
+
+
 async def test_a_program_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(ProcessError, match="no-such-program"):
         await ChildProcess.start(["no-such-program"], log_path=tmp_path / "x.log")

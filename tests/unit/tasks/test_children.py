@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -12,7 +13,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed, Crashed, Failed
 
 from tasks import children as module
-from tasks.children import MAX_CRASH_RESTARTS, Child, look, restart_if_lost, start_child
+from tasks.children import MAX_CRASH_RESTARTS, STABLE_S, Child, look, restart_if_lost, start_child
 
 
 def child() -> Child:
@@ -102,3 +103,16 @@ async def test_only_a_lost_child_is_started_again_and_not_for_ever(monkeypatch: 
     lost.final = FlowRun.model_construct(id=lost.flow_run_id, state=Crashed(message="again"))
     assert not await restart_if_lost(lost)
     assert lost.outcome == "Crashed: again"
+
+
+async def test_a_child_that_lived_long_before_it_was_lost_has_its_restarts_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deployments = Deployments(monkeypatch, known={"model-runtime/a"})
+    lost, starts = child(), 4 * MAX_CRASH_RESTARTS
+    for _ in range(starts):
+        lost.final = FlowRun.model_construct(id=uuid4(), state=Crashed())
+        lost.started_at = time.monotonic() - STABLE_S - 1
+        assert await restart_if_lost(lost)
+    assert len(deployments.calls) == starts
+    assert lost.incarnation == starts + 1
