@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +12,14 @@ import httpx
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import arun_deployment
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential_jitter
 
 from tasks.lifecycle import final_runs
 
-START_LIMIT_S = 60.0
-"""Longest time one child's creation is tried."""
+START_LIMIT_S = 300.0
+"""Longest time one child's creation is tried: Prefect may be away for minutes, and be started again."""
+ATTEMPT_LIMIT_S = 30.0
+"""Longest time one attempt may take, of a server that takes the call and does not answer."""
 MAX_CRASH_RESTARTS = 3
 """Times in a row one child is started again after its process was lost. A child that failed by itself is
 not."""
@@ -69,16 +72,24 @@ async def start_child(child: Child) -> None:
     if "incarnation" in parameters:
         parameters["incarnation"] = child.incarnation
     attempts = AsyncRetrying(
-        retry=retry_if_exception_type((httpx.TransportError, PrefectHTTPStatusError)),
+        retry=retry_if_exception(_passes),
         wait=wait_exponential_jitter(multiplier=0.5, max=5.0),
         stop=stop_after_delay(START_LIMIT_S),
         reraise=True,
     )
     async for attempt in attempts:
         with attempt:
-            child.flow_run_id = (await _create(child, parameters, key)).id
+            async with asyncio.timeout(ATTEMPT_LIMIT_S):
+                child.flow_run_id = (await _create(child, parameters, key)).id
     child.final, child.silent_s, child.ending = None, 0.0, False
     child.started_at = time.monotonic()
+
+
+def _passes(error: BaseException) -> bool:
+    """May another attempt do? What the server refuses for the request's own sake, it refuses again."""
+    if isinstance(error, PrefectHTTPStatusError):
+        return error.response.is_server_error or error.response.status_code in (408, 429)
+    return isinstance(error, (httpx.TransportError, TimeoutError))
 
 
 async def _create(child: Child, parameters: dict[str, Any], key: str) -> FlowRun:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from prefect.states import Cancelling
 from model_runtime.protocol import GatewayStatus
 from tasks.children import Child
 from tasks.gateway_admin import GatewayAdmin
+from tasks.lifecycle import CALL_LIMIT_S
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +68,9 @@ async def _end(child: Child) -> None:
     reason = f"nothing was heard of {child.role} for {child.silent_s:.0f} s; ending its process"
     log.error("%s", reason)
     try:
-        async with get_client() as client:
+        async with asyncio.timeout(CALL_LIMIT_S), get_client() as client:
             await client.set_flow_run_state(child.flow_run_id, Cancelling(message=reason))
-    except (httpx.HTTPError, PrefectHTTPStatusError) as error:  # Prefect is away: tried again
+    except (httpx.HTTPError, PrefectHTTPStatusError, TimeoutError) as error:  # Prefect is away: tried again
         log.warning("%s could not be ended yet: %s", child.role, error)
         return
     child.ending = True

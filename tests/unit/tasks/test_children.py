@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from typing import Any
 from uuid import UUID, uuid4
@@ -9,7 +11,7 @@ from uuid import UUID, uuid4
 import httpx
 import pytest
 from prefect.client.schemas.objects import FlowRun
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Completed, Crashed, Failed
 
 from tasks import children as module
@@ -70,6 +72,43 @@ async def test_an_outage_is_waited_for_with_the_same_key(monkeypatch: pytest.Mon
     )
     await start_child(child())
     assert len(deployments.calls) == 1
+
+
+async def test_a_server_that_takes_the_call_and_does_not_answer_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    async def run_deployment(name: str, **options: Any) -> FlowRun:
+        asked.append(options["idempotency_key"])
+        if len(asked) == 1:
+            await asyncio.sleep(3600)
+        return FlowRun.model_construct(id=uuid4())
+
+    monkeypatch.setattr(module, "arun_deployment", run_deployment)
+    monkeypatch.setattr(module, "ATTEMPT_LIMIT_S", 0.05)
+    await start_child(child())
+    assert asked == ["r:a:1", "r:a:1"]
+
+
+@pytest.mark.parametrize(("status", "calls"), [(503, 2), (429, 2), (422, 1)])
+async def test_only_what_may_pass_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, status: int, calls: int
+) -> None:
+    request = httpx.Request("POST", "http://prefect/api")
+    refusal = PrefectHTTPStatusError("no", request=request, response=httpx.Response(status, request=request))
+    asked: list[str] = []
+
+    async def run_deployment(name: str, **options: Any) -> FlowRun:
+        asked.append(name)
+        if len(asked) == 1:
+            raise refusal
+        return FlowRun.model_construct(id=uuid4())
+
+    monkeypatch.setattr(module, "arun_deployment", run_deployment)
+    with contextlib.suppress(PrefectHTTPStatusError):
+        await start_child(child())
+    assert len(asked) == calls
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, states: dict[UUID, Any]) -> None:
