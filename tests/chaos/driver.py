@@ -2,6 +2,7 @@
 the books.
 
     python -m tests.chaos.driver --seeds 1 2 3 --faults 8
+    python -m tests.chaos.driver --seeds 4 --roles prefect-database prefect-server --stop-s 60
     python -m tests.chaos.driver --seeds 4 --s3 env-file      # through a proxy that breaks what passes
 
 Exits with 1 when a run lost a finalized trajectory, trained one twice, gave a version's number to another
@@ -16,6 +17,7 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -38,7 +40,7 @@ from model_runtime.layout import RunLayout, number_in
 from model_runtime.store import Store, open_store
 from model_runtime.summary import RunSummary
 from model_runtime.trajectory_log import decode_shard
-from tests.chaos.victims import ENDS_THE_LAUNCH, ROLES, Fault, find, hit, schedule
+from tests.chaos.victims import ENDS_THE_LAUNCH, OF_THINGS, ROLES, Fault, find, hit, schedule
 from tests.e2e import quickstart
 from tests.e2e.quickstart import below_the_bar
 from tests.fakes import read_env_file
@@ -100,6 +102,8 @@ class ChaosRun:
         self._launches: list[Up] = []
         self._stopped: list[tuple[float, psutil.Process, Fault]] = []
         self._store_well_at = 0.0
+        self._database: sqlite3.Connection | None = None
+        self._database_free_at = 0.0
         self._versions: dict[tuple[str, int], str] = {}
         self._looked = 0.0
         self.store: Store = open_store(StoreConfig(url=url))
@@ -164,6 +168,9 @@ class ChaosRun:
         if fault.role == "store":
             self.break_store(fault)
             return
+        if fault.role == "prefect-database":
+            self.lock_database(fault)
+            return
         ends_it = fault.role in ENDS_THE_LAUNCH and fault.how != "SIGSTOP"
         while ends_it and self._stopped:  # stopped for as long as they are to be
             self.tick()
@@ -214,6 +221,19 @@ class ChaosRun:
         self._down = fault.how == "down"
 
     _down = False
+
+    def lock_database(self, fault: Fault) -> None:
+        """Nobody else can write to Prefect's SQLite meanwhile."""
+        self.unlock_database()
+        self.say(str(fault))
+        self._database = locked(self.folder / "home" / "prefect" / "prefect.db")
+        self._database_free_at = time.monotonic() + fault.stop_s
+        self.outcome.faults.append(fault)
+
+    def unlock_database(self) -> None:
+        if self._database is not None:
+            self._database.close()
+        self._database = None
 
     def heal_store(self) -> None:
         if self.proxy is not None:
@@ -269,6 +289,8 @@ class ChaosRun:
             hit(stop[1], "SIGCONT")
         if self._store_well_at and now > self._store_well_at:
             self.heal_store()
+        if self._database is not None and now > self._database_free_at:
+            self.unlock_database()
         if now - self._looked > 1.0:
             self._looked = now
             self.look()
@@ -353,6 +375,7 @@ class ChaosRun:
     def clean_up(self) -> None:
         self.wake_all()
         self.heal_store()
+        self.unlock_database()
         for up in self._launches:
             if up.process.poll() is None:
                 up.process.send_signal(signal.SIGINT)
@@ -362,6 +385,13 @@ class ChaosRun:
                 up.process.wait()
         for process in self.up.marked():
             hit(process, "SIGKILL")
+
+
+def locked(database: Path) -> sqlite3.Connection:
+    """A connection that holds the only right to write, until it is closed."""
+    connection = sqlite3.connect(database, timeout=30.0, isolation_level=None)
+    connection.execute("BEGIN EXCLUSIVE")
+    return connection
 
 
 def wrong_in(books: ModelBooks) -> bool:
@@ -430,7 +460,7 @@ def main() -> int:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--faults", type=int, default=8, help="of each run")
-    parser.add_argument("--roles", nargs="+", default=list(ROLES), choices=[*ROLES, "store"])
+    parser.add_argument("--roles", nargs="+", default=list(ROLES), choices=[*ROLES, *OF_THINGS])
     parser.add_argument("--hows", nargs="+", default=["SIGKILL", "SIGKILL", "SIGTERM", "SIGSTOP"])
     parser.add_argument("--stop-s", type=float, default=20.0, help="how long a stop or a broken store lasts")
     parser.add_argument("--steps", type=int, default=20)

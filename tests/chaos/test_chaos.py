@@ -7,6 +7,7 @@ can see it.
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +35,40 @@ def test_a_run_under_a_seeded_schedule_of_faults_completes_and_its_books_balance
     assert outcome.wrong == []
     assert outcome.witnessed > 0
     assert outcome.faults
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_training_waits_for_neither_a_locked_database_of_prefects_nor_a_server_that_stands_still(
+    tmp_path: Path,
+) -> None:
+    faults = [
+        Fault("prefect-database", "locked", 1.0, 45.0),
+        Fault("prefect-server", "SIGSTOP", 50.0, 60.0),
+    ]
+    run = ChaosRun(tmp_path, 1, max_steps=40, limit_s=1500.0, proxy=None, url=str(tmp_path / "runs"))
+    outcome = run.run(faults)
+    assert outcome.wrong == []
+    assert outcome.faults == faults
+    assert outcome.launches == 1
+
+
+def test_a_database_is_locked_until_the_driver_lets_go(tmp_path: Path) -> None:
+    path = tmp_path / "home" / "prefect" / "prefect.db"
+    path.parent.mkdir(parents=True)
+    writer = sqlite3.connect(path)
+    writer.execute("PRAGMA journal_mode=WAL")
+    writer.execute("CREATE TABLE t (n)")
+    writer.close()
+    run = ChaosRun(tmp_path, 1, max_steps=1, limit_s=60.0, proxy=None, url=str(tmp_path / "runs"))
+    run.lock_database(Fault("prefect-database", "locked", 0.0, 60.0))
+    other = sqlite3.connect(path, timeout=0.05)
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        other.execute("INSERT INTO t VALUES (1)")
+    run.unlock_database()
+    other.execute("INSERT INTO t VALUES (1)")
+    other.close()
 
 
 def test_a_seed_names_one_schedule() -> None:

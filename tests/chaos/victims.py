@@ -17,6 +17,8 @@ from tests.integration.test_prefect_lifecycle import Up
 
 FLOWS = ("parent", "runtime", "rollout")
 ROLES = (*FLOWS, "trainer", "vllm-api", "vllm-engine", "gateway", "serve", "prefect-server")
+OF_THINGS = {"store": ("down", "refuse", "slow", "silent"), "prefect-database": ("locked",)}
+"""What may be broken that is no process, and how."""
 ENDS_THE_LAUNCH = ("parent", "serve")
 """Roles whose death ends `repertory up`: the run goes on by `--resume`."""
 
@@ -26,7 +28,7 @@ class Fault:
     """One thing that goes wrong, `after_s` after the one before it."""
 
     role: str
-    how: str  # SIGKILL, SIGTERM, SIGSTOP; for the role `store`: down, refuse, slow, silent
+    how: str  # SIGKILL, SIGTERM, SIGSTOP; `store`: down, refuse, slow, silent; `prefect-database`: locked
     after_s: float
     stop_s: float = 0.0  # how long it lasts, where it ends by itself
 
@@ -43,7 +45,7 @@ def schedule(
     faults = []
     for _ in range(count):
         role = draw.choice(roles)
-        how = draw.choice(("down", "refuse", "slow", "silent") if role == "store" else hows)
+        how = draw.choice(OF_THINGS.get(role, hows))
         lasts = stop_s if how not in ("SIGKILL", "SIGTERM") else 0.0
         faults.append(Fault(role, how, round(draw.uniform(4.0, 16.0), 1), lasts))
     return faults
