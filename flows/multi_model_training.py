@@ -238,7 +238,7 @@ async def take_over(config: RunConfig, run_id: str, place: ExitStack) -> Run:
     await asyncio.to_thread(write_desired, store, layout, epoch=claim.epoch, state="run", reason="launched")
     gateway = GatewayProcess(config, run_id=run_id, epoch=claim.epoch, workspace=Workspace(run_id))
     try:
-        await gateway.start()
+        await gateway.begin()
         await asyncio.to_thread(update_run, store, layout, epoch=claim.epoch, gateway_url=gateway.url)
     except BaseException:
         await to_the_end(gateway.stop)

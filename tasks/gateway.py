@@ -77,6 +77,18 @@ class GatewayProcess:
         """Of the control API. Agents hear theirs from the session they work in."""
         return self.config.admin_url(self.admin_port)
 
+    async def begin(self) -> None:
+        """The first start, again if the process is killed on the way: what fails by itself is told at
+        once."""
+        while True:
+            try:
+                return await self.start()
+            except ProcessError as error:
+                was_killed = self._child is not None and (self._child.returncode or 0) < 0
+                if not was_killed or self.incarnation > self.config.max_restarts:
+                    raise
+                log.warning("%s\nStarting it again", error)
+
     async def start(self) -> None:
         """Start a process and wait until it answers. Raises ProcessError with the end of its log."""
         if self.incarnation == 0:

@@ -162,6 +162,29 @@ async def test_stop_leaves_no_process(running: GatewayProcess, workspace: Worksp
         os.kill(pid, 0)
 
 
+KILLED_AT_FIRST = """
+import os, sys
+if sys.argv[sys.argv.index("--incarnation") + 1] in ("1", "2"):
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize(("max_restarts", "lives"), [(5, 3), (1, None)])
+async def test_a_gateway_that_is_killed_while_it_first_starts_is_started_again_within_its_budget(
+    workspace: Workspace, max_restarts: int, lives: int | None
+) -> None:
+    gateway = process(workspace, KILLED_AT_FIRST + STAND_IN, max_restarts=max_restarts)
+    try:
+        if lives is None:
+            with pytest.raises(ProcessError, match=r"died while it started \(exit code -9"):
+                await gateway.begin()
+        else:
+            await gateway.begin()
+            assert gateway.incarnation == lives
+    finally:
+        await gateway.stop()
+
+
 async def test_the_gateway_is_told_that_the_parent_lives(
     running: GatewayProcess, workspace: Workspace
 ) -> None:
