@@ -225,7 +225,10 @@ def run_variant(variant: Variant, out: Path) -> Outcome:
 def write_run_config(variant: Variant, folder: Path, *, adapters: Mapping[str, str]) -> Path:
     workflow = {"function": "benchmarks.rig.counted_shop:run"} | variant.sections.get("workflow", {})
     sections = dict(variant.sections) | {"workflow": workflow, "seed": variant.seed}
-    path = write_config(folder, model=dict(variant.model), **sections)
+    # Budgets of tokens are shorter than a warm-up is worth.
+    model: dict[str, Any] = {"max_steps": 22} | dict(variant.model)
+    model["trainer"] = {"warmup_steps": 0} | model.get("trainer", {})
+    path = write_config(folder, model=model, **sections)
     raw = yaml.safe_load(path.read_text())
     for section in raw["multi_model"]["models"]:
         if section["model_id"] in variant.frozen:

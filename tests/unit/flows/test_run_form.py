@@ -109,7 +109,7 @@ def test_what_deploy_fills_in_passes_the_server_and_is_the_config_again() -> Non
     training = deployments_of(config, **common)[-1]
     shown = training._parameter_openapi_schema.model_dump()
     form = {name: p["default"] for name, p in shown["properties"].items()}
-    assert form["max_steps"] == 22
+    assert form["max_steps"] == 24
     assert form["models"][1]["model_id"] == "solver_model"
     submitted = form | training.parameters
     validate(submitted, shown, raise_on_error=True)
