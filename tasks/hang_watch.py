@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
+from datetime import UTC, datetime
 
 import httpx
 from prefect.client.orchestration import get_client
@@ -52,7 +53,7 @@ class HangWatch:
             child.silent_s = 0.0 if heard else child.silent_s + passed_s
             limit_s = max(SILENT_LIMIT_S, child.busy_limit_s)
             if child.final is None and not child.ending and child.silent_s > limit_s:
-                await _end(child)
+                await _end_if_begun(child, limit_s)
 
     def _is_heard(self, role: str, status: GatewayStatus) -> bool:
         model = status.models.get(role)
@@ -61,14 +62,19 @@ class HangWatch:
         return status.heard_s.get(role, HEARD_S) < HEARD_S
 
 
-async def _end(child: Child) -> None:
+async def _end_if_begun(child: Child, limit_s: float) -> None:
     """Have its runner end the child's process: SIGTERM, then SIGKILL. Its parent starts it again after its
-    end."""
+    end. A child is not silent before it has begun: it may wait for a worker, or for its image, for hours."""
     assert child.flow_run_id is not None
-    reason = f"nothing was heard of {child.role} for {child.silent_s:.0f} s; ending its process"
-    log.error("%s", reason)
     try:
         async with asyncio.timeout(CALL_LIMIT_S), get_client() as client:
+            began_at = (await client.read_flow_run(child.flow_run_id)).start_time
+            lived_s = 0.0 if began_at is None else (datetime.now(UTC) - began_at).total_seconds()
+            child.silent_s = min(child.silent_s, lived_s)
+            if child.silent_s <= limit_s:
+                return
+            reason = f"nothing was heard of {child.role} for {child.silent_s:.0f} s; ending its process"
+            log.error("%s", reason)
             await client.set_flow_run_state(child.flow_run_id, Cancelling(message=reason))
     except (httpx.HTTPError, PrefectHTTPStatusError, TimeoutError) as error:  # Prefect is away: tried again
         log.warning("%s could not be ended yet: %s", child.role, error)
