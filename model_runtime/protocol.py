@@ -110,9 +110,9 @@ class Replica(_Incoming):
     """One rollout server that is ready: loaded with every live version, canary passed."""
 
     replica_id: str
-    url: Annotated[str, AfterValidator(_http_url)]
+    url: Annotated[str, AfterValidator(_http_url)] = Field(json_schema_extra={"pattern": r"^https?://[\w\[]"})
     api_key: Annotated[SecretStr, AfterValidator(_header_value)] = Field(
-        json_schema_extra={"writeOnly": False}
+        json_schema_extra={"writeOnly": False, "pattern": "^[ -~]*$"}
     )  # masked where it is shown
 
     @field_serializer("api_key", when_used="json")

@@ -129,9 +129,11 @@ async def test_a_killed_guardian_takes_the_command_and_its_group_along(tmp_path)
 def test_a_parent_that_dies_takes_child_and_grandchildren_along(tmp_path, number):
     pids_file = tmp_path / "pids"
     parent_code = f"""
-        import asyncio, sys, time
+        import asyncio, signal, sys, time
         from pathlib import Path
         from model_runtime.processes import ChildProcess
+        # Ignored, it may be inherited from a shell that runs the tests in the background.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         async def main():
             child = await ChildProcess.start(
                 [sys.executable, "-c", {FAMILY!r}, {str(pids_file)!r}],
