@@ -228,12 +228,12 @@ def ended(prefect: FakePrefect, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(hang_watch, "SILENT_LIMIT_S", 0.01)
     roles: list[str] = []
 
-    async def end(child: Child) -> None:
+    async def end(child: Child, limit_s: float) -> None:
         child.ending = True
         roles.append(child.role)
         prefect.end(child.role, Cancelled())
 
-    monkeypatch.setattr(hang_watch, "_end", end)
+    monkeypatch.setattr(hang_watch, "_end_if_begun", end)
     return roles
 
 
