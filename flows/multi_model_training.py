@@ -66,6 +66,7 @@ from tasks.lifecycle import (
     to_the_end,
     told_to_stop,
 )
+from tasks.model_failure import IdleWatch, reason_to_end
 from tasks.summary import write_summary
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class Run:
     models: dict[str, Child]
     coordinator: CheckpointCoordinator
     hang_watch: HangWatch
+    idle_watch: IdleWatch = field(default_factory=IdleWatch)
     rollout: Child | None = None
     evaluation: Child | None = None
     failures: dict[str, str] = field(default_factory=dict)  # model or role → why
@@ -342,7 +344,8 @@ async def keep_up(run: Run) -> None:
 
 
 async def watch_children(run: Run) -> None:
-    """Restart children whose process was lost; note those that failed. Raises if the gateway is given up."""
+    """Restart children whose process was lost; note those that failed. Raises if the gateway is given up, and
+    RunFailedError when the run is not to go on without a model that failed, or can't."""
     if run.gateway_task.done():
         await run.gateway_task
         raise ProcessError("the gateway's supervisor ended while the run went on")
@@ -353,11 +356,14 @@ async def watch_children(run: Run) -> None:
         elif not child.completed:
             run.failures[child.role] = child.outcome
             log.error("%s ended: %s", child.role, child.outcome)
-            if child.role in run.models and run.config.multi_model.on_model_failure == "stop":
-                raise RunFailedError(
-                    f"{child.role} failed and multi_model.on_model_failure is stop; "
-                    f"run {run.run_id!r} can be resumed: {child.outcome}"
-                )
+    failed = [role for role in run.failures if role in run.models]
+    if failed and (
+        why := await reason_to_end(
+            run.config.multi_model, run.idle_watch, run.gateway.admin, driven=run.rollout is not None
+        )
+    ):
+        reasons = "; ".join(f"{role}: {run.failures[role]}" for role in failed)
+        raise RunFailedError(f"{', '.join(failed)} failed and {why}; the run can be resumed. {reasons}")
 
 
 async def anyone_trains(run: Run) -> bool:

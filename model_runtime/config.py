@@ -256,6 +256,10 @@ class MultiModelConfig(Section):
     on_model_failure: Literal["go_on", "stop"] = "go_on"
     """What becomes of the run when a model has failed for good. go_on: the others train on from what the
     agents still finish. stop: the run ends at once, to be resumed; for agents that need every model."""
+    idle_limit_s: float | None = Field(default=1800.0, gt=0)
+    """After a model has failed for good: the run ends too, to be resumed, when no other has trained a step
+    for this long, as where every execution needs that model. None: they wait for ever. A run without
+    `workflow.function` waits for its agents in any case."""
 
     @field_validator("enable")
     @classmethod

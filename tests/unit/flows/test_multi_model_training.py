@@ -31,7 +31,7 @@ from model_runtime.errors import ProcessError, RunFailedError, StoreOutageError,
 from model_runtime.layout import RunLayout
 from model_runtime.protocol import GatewayStatus, ModelRenewal, ModelStatus
 from model_runtime.store import Store
-from tasks import hang_watch
+from tasks import hang_watch, model_failure
 from tasks.children import Child
 from tasks.hang_watch import HangWatch
 from tests.fakes import make_gateway_status
@@ -207,6 +207,27 @@ async def test_by_the_config_one_models_failure_stops_the_run(
     assert not following.done()
     prefect.end("a", Failed(message="CUDA out of memory"))
     with pytest.raises(RunFailedError, match=r"a failed and .*on_model_failure is stop.*CUDA out of memory"):
+        await within(following)
+    run.gateway_task.cancel()
+
+
+async def test_a_run_whose_other_models_find_nothing_to_train_ends_too(
+    local_store: Store, prefect: FakePrefect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_failure, "LOOK_EVERY_S", 0.001)
+    raw = config().model_dump()
+    raw["multi_model"]["idle_limit_s"] = 0.2
+    run = await make_run(local_store, RunConfig.model_validate(raw))
+    models = run.gateway.models  # type: ignore[attr-defined]
+    following = asyncio.create_task(follow(run))
+    await asyncio.sleep(0.3)
+    assert not following.done(), "nobody has failed"
+    prefect.end("a", Failed(message="CUDA out of memory"))
+    for step in range(10, 20):
+        models["b"] = model_status("b", step=step)
+        await asyncio.sleep(0.04)
+    assert not following.done(), "the other one trains"
+    with pytest.raises(RunFailedError, match=r"a failed and no other trained a step for 0\.2 s.*CUDA out of"):
         await within(following)
     run.gateway_task.cancel()
 
