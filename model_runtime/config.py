@@ -11,9 +11,11 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    BeforeValidator,
     Field,
     StringConstraints,
     field_validator,
@@ -61,6 +63,10 @@ class StoreConfig(Section):
     @field_validator("url")
     @classmethod
     def _known_scheme(cls, url: str) -> str:
+        if "${" in url:
+            raise ValueError("variables are not filled in: write the URL itself")
+        if re.match(r"(s3|file):(?!//)", url):
+            raise ValueError("two slashes follow the colon: s3://bucket/prefix or file:///folder")
         scheme = url.split("://", 1)[0] if "://" in url else "file"
         if scheme not in ("file", "s3"):
             raise ValueError("must be a local path, file://… or s3://bucket/prefix")
@@ -278,6 +284,15 @@ class AgentRoute(Section):
     """Model that serves it."""
 
 
+def _routes_of_map(mapping: Any) -> Any:
+    if isinstance(mapping, dict):
+        return [{"agent_id": agent, "model_id": model} for agent, model in mapping.items()]
+    return mapping
+
+
+AgentMapping = Annotated[list[AgentRoute], BeforeValidator(_routes_of_map), Field(min_length=1)]
+
+
 class WorkflowConfig(Section):
     """The work the agents do, and on which tasks."""
 
@@ -330,7 +345,7 @@ class RunConfig(Section):
     """Name of the Prefect deployments made from this config."""
     multi_model: MultiModelConfig
     """The policies."""
-    agent_model_mapping: list[AgentRoute] = Field(min_length=1)
+    agent_model_mapping: AgentMapping
     """Which model answers for which agent. Files may write a map `agent_id: model_id`."""
     workflow: WorkflowConfig = WorkflowConfig()
     """Tasks and the code that works on them."""
@@ -355,34 +370,11 @@ class RunConfig(Section):
     max_duration_s: float | None = Field(default=None, gt=0)
     """The run drains after this long. None: no limit."""
 
-    @field_validator("agent_model_mapping", mode="before")
-    @classmethod
-    def _from_map(cls, mapping: Any) -> Any:
-        if isinstance(mapping, dict):
-            return [{"agent_id": agent, "model_id": model} for agent, model in mapping.items()]
-        return mapping
-
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        _refuse_duplicates("multi_model.models", [m.model_id for m in self.models], "model_id")
-        _refuse_duplicates("agent_model_mapping", [r.agent_id for r in self.agent_model_mapping], "agent_id")
-        slugs = Counter(artifact_slug(m.model_id) for m in self.models)
-        clash = [m.model_id for m in self.models if slugs[artifact_slug(m.model_id)] > 1]
-        if clash:
-            raise ValueError(
-                f"multi_model.models: {clash} share the artifact key {artifact_slug(clash[0])!r}"
-            )
-        known = [m.model_id for m in self.models]
-        for route in self.agent_model_mapping:
-            if route.model_id not in known:
-                raise ValueError(
-                    f"agent_model_mapping.{route.agent_id}: unknown model {route.model_id!r}; "
-                    f"models are {known}"
-                )
-        used = {route.model_id for route in self.agent_model_mapping}
-        idle = [m for m in known if m not in used]
-        if idle:
-            raise ValueError(f"multi_model.models: no agent uses {idle}; add one to agent_model_mapping")
+        routes = [(route.agent_id, route.model_id) for route in self.agent_model_mapping]
+        if mistakes := mapping_mistakes([m.model_id for m in self.models], routes):
+            raise ValueError("\n".join(mistakes))
         _refuse_shared_gpus(self.models)
         return self
 
@@ -422,10 +414,35 @@ def artifact_slug(model_id: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", model_id).strip("-")
 
 
-def _refuse_duplicates(path: str, values: list[str], field: str) -> None:
-    twice = [v for v, n in Counter(values).items() if n > 1]
-    if twice:
-        raise ValueError(f"{path}: {field} {twice[0]!r} is given more than once")
+def mapping_mistakes(model_ids: Sequence[str], routes: Sequence[tuple[str, str]]) -> list[str]:
+    """What models and the (agent, model) routes to them say wrongly about one another, one line each."""
+    found = [
+        f"{path}: {field} {value!r} is given more than once"
+        for path, field, values in (
+            ("multi_model.models", "model_id", model_ids),
+            ("agent_model_mapping", "agent_id", [agent for agent, _ in routes]),
+        )
+        for value, times in Counter(values).items()
+        if times > 1
+    ]
+    known = list(dict.fromkeys(model_ids))
+    by_slug: dict[str, list[str]] = {}
+    for model_id in known:
+        by_slug.setdefault(artifact_slug(model_id), []).append(model_id)
+    found += [
+        f"multi_model.models: {clash} share the artifact key {slug!r}"
+        for slug, clash in by_slug.items()
+        if len(clash) > 1
+    ]
+    unknown = [
+        f"agent_model_mapping.{agent}: unknown model {model_id!r}; models are {known}"
+        for agent, model_id in routes
+        if model_id not in known
+    ]
+    idle = [model_id for model_id in known if model_id not in {to for _, to in routes}]
+    if idle and not unknown:  # else a misspelt route is enough to leave its model idle
+        found.append(f"multi_model.models: no agent uses {idle}; add one to agent_model_mapping")
+    return [*found, *unknown]
 
 
 def _refuse_shared_gpus(models: list[ModelConfig]) -> None:

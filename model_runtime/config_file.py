@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from model_runtime.config import RunConfig, StoreConfig
+from model_runtime.config import AgentMapping, RunConfig, Slug, StoreConfig, mapping_mistakes
+from model_runtime.config_hints import hint
 from model_runtime.errors import ConfigError
 
 
@@ -48,10 +49,21 @@ def load_config(path: str | Path) -> RunConfig:
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+        raise ConfigError(_not_yaml(path, error)) from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: must be a mapping with multi_model and agent_model_mapping")
     return _absolute(parse_config(raw, source=str(path)), path.resolve().parent)
+
+
+def _not_yaml(path: Path, error: yaml.YAMLError) -> str:
+    """In one line, by the place of the mistake."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return f"{path}: not valid YAML: {error}"
+    problem = getattr(error, "problem", None) or str(error)
+    if "'\\t'" in problem:
+        problem += "; indent with spaces, not tabs"
+    return f"{path}:{mark.line + 1}:{mark.column + 1}: not valid YAML: {problem}"
 
 
 def parse_config(raw: dict[str, Any], *, source: str = "config") -> RunConfig:
@@ -59,7 +71,36 @@ def parse_config(raw: dict[str, Any], *, source: str = "config") -> RunConfig:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(f"{source}:\n  " + "\n  ".join(describe_mistakes(error))) from None
+        mistakes = [*describe_mistakes(error, of=RunConfig), *_mapping_mistakes_beside(error, raw)]
+        raise ConfigError(f"{source}:\n  " + "\n  ".join(mistakes)) from None
+
+
+class _NamedModel(BaseModel):
+    model_id: Slug
+
+
+class _NamedModels(BaseModel):
+    models: list[_NamedModel]
+
+
+class _Names(BaseModel):
+    """The part of a config that says which models there are and who uses them; the rest may be wrong."""
+
+    multi_model: _NamedModels
+    agent_model_mapping: AgentMapping
+
+
+def _mapping_mistakes_beside(error: ValidationError, raw: dict[str, Any]) -> list[str]:
+    """What models and agents say wrongly about one another while other fields are wrong too. Pydantic looks
+    at it only when all else is right."""
+    if any(not detail["loc"] for detail in error.errors(include_url=False)):
+        return []  # then it did
+    try:
+        names = _Names.model_validate(raw)
+    except ValidationError:
+        return []  # told already, by the fields themselves
+    routes = [(route.agent_id, route.model_id) for route in names.agent_model_mapping]
+    return mapping_mistakes([model.model_id for model in names.multi_model.models], routes)
 
 
 def parse_store(url: str) -> StoreConfig:
@@ -70,26 +111,30 @@ def parse_store(url: str) -> StoreConfig:
         raise ConfigError("store: " + "; ".join(describe_mistakes(error))) from None
 
 
-def describe_mistakes(error: ValidationError, path: str = "") -> list[str]:
-    """One line a mistake: the path of the field, below `path`, what is allowed, and what was given."""
-    return [
-        _describe({**detail, "loc": (*filter(None, [path]), *detail["loc"])})
-        for detail in error.errors(include_url=False)
-    ]
+def describe_mistakes(
+    error: ValidationError, path: str = "", *, of: type[BaseModel] | None = None
+) -> list[str]:
+    """One line a mistake: the path of the field, below `path`, what is allowed, and what was given. `of`, the
+    section that was checked, knows what an unknown setting was meant to be."""
+    lines: list[str] = []
+    for detail in error.errors(include_url=False):
+        meant = hint(of, detail["loc"]) if of is not None and detail["type"] == "extra_forbidden" else ""
+        lines += _describe({**detail, "loc": (*filter(None, [path]), *detail["loc"])}, meant)
+    return lines
 
 
-def _describe(detail: Any) -> str:
+def _describe(detail: Any, meant: str) -> list[str]:
     path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in detail["loc"]).lstrip(".")
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
-        message = "unknown setting"
+        message = f"unknown setting{meant}"
     value = detail.get("input")
     shown = (
         ""
         if isinstance(value, dict | list | BaseModel) or detail["type"] == "missing"
         else f" (got {value!r})"
     )
-    return f"{path}: {message}{shown}" if path else f"{message}{shown}"
+    return [f"{path}: {line}{shown}" if path else f"{line}{shown}" for line in message.split("\n")]
 
 
 def _absolute(config: RunConfig, folder: Path) -> RunConfig:

@@ -285,7 +285,26 @@ BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
         [((*FIRST, "trainer", "n_gpu"), 4)],
         ["multi_model.models[0].trainer.n_gpu", "unknown setting", "got 4"],
     ),
-    "unknown section": ([(("trainer",), {})], ["trainer", "unknown setting"]),
+    "unknown section": (
+        [(("trainer",), {})],
+        ["trainer: unknown setting; did you mean multi_model.models[].trainer?"],
+    ),
+    "misspelt setting": (
+        [((*FIRST, "batchsize"), 8)],
+        ["multi_model.models[0].batchsize: unknown setting; did you mean batch_size? (got 8)"],
+    ),
+    "setting of another section": (
+        [(("workflow",), {"max_concurrent": 8})],
+        ["workflow.max_concurrent: unknown setting; did you mean", "sync.max_concurrent?"],
+    ),
+    "setting of an optional section": (
+        [((*FIRST, "sft"), {"data": "d.jsonl", "epoch": 2})],
+        ["multi_model.models[0].sft.epoch: unknown setting; did you mean epochs? (got 2)"],
+    ),
+    "setting like no other": (
+        [((*FIRST, "lora"), {"quux": 1})],
+        ["multi_model.models[0].lora.quux: unknown setting; this section takes rank, alpha, target_modules"],
+    ),
     "model id": (
         [((*FIRST, "model_id"), "Planner Model")],
         ["multi_model.models[0].model_id", "got 'Planner Model'", "[a-z0-9]"],
@@ -388,6 +407,14 @@ BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
         [(("store", "max_outage_s"), -1)],
         ["store.max_outage_s", "got -1", "greater than or equal to 0"],
     ),
+    "store by a variable": (
+        [(("store", "url"), "s3://${BUCKET}/runs")],
+        ["store.url", "got 's3://${BUCKET}/runs'", "variables are not filled in"],
+    ),
+    "store with one slash": (
+        [(("store", "url"), "s3:/bucket/runs")],
+        ["store.url", "got 's3:/bucket/runs'", "two slashes follow the colon"],
+    ),
     "store bucket": ([(("store", "url"), "s3:///x")], ["store.url", "got 's3:///x'", "names no bucket"]),
     "workflow function": (
         [(("workflow",), {"function": "my.module", "tasks": "t.jsonl"})],
@@ -426,10 +453,45 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert len(str(caught.value).splitlines()) == 4
 
 
+def test_what_models_and_agents_say_of_one_another_is_told_beside_other_mistakes() -> None:
+    raw = changed(
+        ((*FIRST, "batchsize"), 4),
+        (("gateway", "mode"), "x"),
+        (("agent_model_mapping", "critic_agent"), "critic_model"),
+        (("agent_model_mapping", "judge_agent"), "judge_model"),
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw)
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0].strip() for line in lines[1:]] == [
+        "multi_model.models[0].batchsize",
+        "gateway.mode",
+        "agent_model_mapping.critic_agent",
+        "agent_model_mapping.judge_agent",
+    ]
+
+
+@pytest.mark.parametrize("other", [(), ((("gateway", "mode"), "x"),)], ids=["alone", "beside another"])
+def test_a_misspelt_route_does_not_count_its_model_as_idle_too(other: Any) -> None:
+    raw = changed((("agent_model_mapping", "planner_agent"), "planer_model"), *other)
+    with pytest.raises(ConfigError, match="unknown model 'planer_model'") as caught:
+        parse_config(raw)
+    assert "no agent uses" not in str(caught.value)
+
+
+def test_agents_of_models_whose_names_are_wrong_are_not_called_unknown() -> None:
+    raw = changed(((*FIRST, "model_id"), "Planner Model"), (("multi_model", "models", 1, "batch_size"), 0))
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw)
+    assert len(str(caught.value).splitlines()) == 3
+    assert "unknown model" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         (None, "can't be read: No such file"),
+        ("a:\n\tb: 1\n", r":2:1: not valid YAML: .*indent with spaces, not tabs$"),
         ("a: [", "not valid YAML"),
         ("- 1", "must be a mapping with multi_model and agent_model_mapping"),
         ("{}", "multi_model: Field required"),
@@ -542,7 +604,7 @@ def test_every_setting_is_described_in_the_schema() -> None:
 def test_a_key_given_twice_is_a_mistake_and_a_merged_one_is_not(tmp_path: Path) -> None:
     twice = tmp_path / "twice.yaml"
     twice.write_text(RFC_EXAMPLE + "gateway:\n  mode: multi_model_router\n")
-    with pytest.raises(ConfigError, match=r"twice\.yaml: not valid YAML: key 'gateway' is given more"):
+    with pytest.raises(ConfigError, match=r"twice\.yaml:\d+:1: not valid YAML: key 'gateway' is given more"):
         load_config(twice)
     merged = tmp_path / "merged.yaml"
     merged.write_text(
