@@ -125,7 +125,7 @@ async def settled_config(
     if models:
         before = {m.get("model_id"): m for m in _models_of(raw)}
         chosen = checked("models", list[ModelChoice], models)
-        raw["multi_model"] = {"models": [choice.over(before.get(choice.model_id)) for choice in chosen]}
+        _put_models(raw, [choice.over(before.get(choice.model_id)) for choice in chosen])
     if agents:
         raw["agent_model_mapping"] = agents if isinstance(agents, Mapping) else list(agents)
     if seed >= 0:
@@ -133,8 +133,10 @@ async def settled_config(
     if max_duration_s:
         raw["max_duration_s"] = max_duration_s
     if max_steps:
-        trained = [m if m.get("kind") == "frozen" else {**m, "max_steps": max_steps} for m in _models_of(raw)]
-        raw["multi_model"] = {**(raw.get("multi_model") or {}), "models": trained}
+        _put_models(
+            raw,
+            [m if m.get("kind") == "frozen" else {**m, "max_steps": max_steps} for m in _models_of(raw)],
+        )
     settled = parse_config(raw, source="the run's settings")
     await load_credentials(settled.store)
     return settled
@@ -144,6 +146,12 @@ def _models_of(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
     section = raw.get("multi_model")
     models = section.get("models") if isinstance(section, Mapping) else None
     return [dict(m) if isinstance(m, Mapping) else {} for m in (models if isinstance(models, list) else [])]
+
+
+def _put_models(raw: dict[str, Any], models: Sequence[Any]) -> None:
+    """In place of those there are, beside what else the section says."""
+    section = raw.get("multi_model")
+    raw["multi_model"] = {**(section if isinstance(section, Mapping) else {}), "models": list(models)}
 
 
 def checked(field: str, wanted: Any, values: Sequence[Any]) -> Any:

@@ -132,7 +132,9 @@ async def test_a_form_submitted_as_it_was_shown_gives_the_config_itself() -> Non
 
 
 async def test_fields_go_before_the_config_and_leave_the_rest_of_it() -> None:
-    config = load_config(QUICKSTART)
+    shown = load_config(QUICKSTART)
+    section = shown.multi_model.model_copy(update={"on_model_failure": "stop"})
+    config = shown.model_copy(update={"multi_model": section})
     changed = await settled_config(
         config,
         seed=7,
@@ -152,6 +154,7 @@ async def test_fields_go_before_the_config_and_leave_the_rest_of_it() -> None:
     assert (critic.kind, critic.max_steps) == ("frozen", None)
     assert changed.agent_to_model == {"planner_agent": "planner_model", "answer_agent": "critic"}
     assert changed.workflow == config.workflow
+    assert changed.multi_model.on_model_failure == "stop", "the form has no field of it"
 
 
 async def test_models_and_agents_are_enough() -> None:
