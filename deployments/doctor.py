@@ -24,6 +24,7 @@ from model_runtime.devices import assign_gpus, check_gpus, visible_gpus
 from model_runtime.errors import RepertoryError
 from model_runtime.store import open_store
 from model_runtime.tokenizer_bundle import build_tokenizer_document
+from model_runtime.tracing import check_tracing
 from model_runtime.tracking import check_trackers
 from model_runtime.vllm_command import check_paths, max_lora_rank
 from model_runtime.vllm_environment import check_build, find_vllm
@@ -91,6 +92,8 @@ def _config_checks(config: RunConfig) -> Iterator[_Planned]:
     yield "store", lambda: _store(config), ""
     if config.tracking.trackers:
         yield "trackers", lambda: _trackers(config), ""
+    if config.tracing.endpoint is not None:
+        yield "tracing", lambda: _tracing(config), ""
     gateway = config.gateway
     for setting, host, port in (
         ("port", gateway.host, gateway.port),
@@ -185,6 +188,11 @@ def _store(config: RunConfig) -> str:
 def _trackers(config: RunConfig) -> str:
     check_trackers(config.tracking)
     return ", ".join(config.tracking.trackers)
+
+
+def _tracing(config: RunConfig) -> str:
+    check_tracing()
+    return f"to {config.tracing.endpoint}; whether a collector listens there is not asked"
 
 
 def _gateway_port(setting: str, host: str, port: int | None) -> str:

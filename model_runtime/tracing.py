@@ -29,7 +29,8 @@ class TracingConfig(Section):
 
     endpoint: str | None = None
     """OTLP/HTTP address of a collector, as http://collector:4318. Its headers come from the environment
-    (OTEL_EXPORTER_OTLP_HEADERS). Needs `pip install 'repertory[tracing]'`. None: no traces."""
+    (OTEL_EXPORTER_OTLP_HEADERS). Needs the packages opentelemetry-sdk and
+    opentelemetry-exporter-otlp-proto-http. None: no traces."""
     share: float = Field(default=1.0, gt=0, le=1)
     """Share of the executions that are traced, chosen by their names."""
 
@@ -165,16 +166,25 @@ class Traces:
         span.end(int(ended_at * 1e9))
 
 
+def check_tracing() -> None:
+    """Raises ConfigError when the packages that traces take are missing."""
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"tracing.endpoint: {error}: `.venv/bin/python -m pip install opentelemetry-sdk "
+            "opentelemetry-exporter-otlp-proto-http`, or leave it out"
+        ) from None
+
+
 def open_traces(config: TracingConfig, *, run_id: str, process: str) -> Traces | None:
     """None when nothing is traced. Raises ConfigError when the packages it takes are missing."""
     if config.endpoint is None:
         return None
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    except ImportError:
-        raise ConfigError(
-            "tracing.endpoint: OpenTelemetry's SDK is not installed; pip install 'repertory[tracing]'"
-        ) from None
+    check_tracing()
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
     exporter: Any = OTLPSpanExporter(f"{config.endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_LIMIT_S)
     return Traces(exporter, run_id=run_id, process=process, share=config.share)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import socket
+import sys
 import threading
 from pathlib import Path
 
@@ -135,6 +136,15 @@ def test_a_gateway_port_in_use_is_named(raw):
     assert not check.ok
     assert str(port) in check.detail
     assert "gateway.port" in check.fix
+
+
+def test_traces_without_their_packages_are_named_before_a_run(raw, monkeypatch):
+    raw["tracing"] = {"endpoint": "http://127.0.0.1:4318"}
+    assert checks(raw)["tracing"].ok
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    check = checks(raw)["tracing"]
+    assert not check.ok
+    assert "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http" in check.detail
 
 
 def test_gpus_this_machine_does_not_have_are_named(raw):

@@ -167,7 +167,7 @@ def test_without_an_endpoint_nothing_of_opentelemetry_is_made(local_store: Store
 def test_an_endpoint_without_the_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     config = TracingConfig(endpoint="http://127.0.0.1:4318")
-    with pytest.raises(ConfigError, match=r"pip install 'repertory\[tracing\]'"):
+    with pytest.raises(ConfigError, match=r"pip install opentelemetry-sdk opentelemetry-exporter"):
         open_traces(config, run_id="run", process="gateway")
 
 
