@@ -45,7 +45,8 @@ from tests.e2e import quickstart
 from tests.e2e.quickstart import below_the_bar
 from tests.fakes import read_env_file
 from tests.faulty_proxy import FaultyProxy
-from tests.integration.test_prefect_lifecycle import MARK, QUICKSTART, Up
+from tests.integration.test_prefect_lifecycle import QUICKSTART, Up
+from tests.marked_processes import MARK
 
 CHAOS = Path(__file__).parent
 LAYOUT = RunLayout("run-1")
@@ -177,9 +178,10 @@ class ChaosRun:
         until = time.monotonic() + VICTIM_LIMIT_S
         while (victim := find(self.up, fault.role, self._draw)) is None or not self.hit(victim, fault):
             self.tick()
-            if time.monotonic() > until or self.up.process.poll() == 0:
-                self.say(f"no {fault.role} to hit")
+            if self.up.process.poll() == 0:
+                self.say(f"no {fault.role} to hit: the run is over")
                 return
+            assert time.monotonic() < until, f"there was no {fault.role} for {VICTIM_LIMIT_S:.0f} s"
         self.say(f"{fault} (pid {victim.pid})")
         self.outcome.faults.append(fault)
         if fault.how == "SIGSTOP":

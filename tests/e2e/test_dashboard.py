@@ -5,6 +5,7 @@ REPERTORY_PICTURES=docs/ui keeps what was seen.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -29,7 +30,8 @@ from model_runtime.store import open_store
 from model_runtime.summary import read_summary
 from tests.e2e.dashboard import Dashboard, open_dashboard
 from tests.integration.test_deploy import ADMIN_KEY, POOL, Process, until_healthy
-from tests.integration.test_prefect_lifecycle import MARK, QUICKSTART, short_config
+from tests.integration.test_prefect_lifecycle import QUICKSTART, short_config
+from tests.marked_processes import MARK, marked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -55,14 +57,11 @@ class Site:
     def processes(self) -> list[str]:
         """Command lines of all that works for a flow run; not of Prefect's worker and its supervisors."""
         found = []
-        for process in psutil.process_iter():
-            try:
+        for process in marked(self.mark, self.folder / "home"):
+            with contextlib.suppress(psutil.Error):
                 command = " ".join(process.cmdline())
-                ours = process.environ().get(MARK) == self.mark
-                if ours and "prefect worker start" not in command and "prefect.runner" not in command:
+                if "prefect worker start" not in command and "prefect.runner" not in command:
                     found.append(command[:160])
-            except psutil.Error:
-                continue
         return found
 
     def ask(self, path: str, body: Any) -> Any:

@@ -28,11 +28,11 @@ from model_runtime.coordinator import latest_epoch, read_run
 from model_runtime.layout import RunLayout
 from model_runtime.store import open_store
 from model_runtime.summary import RunSummary
+from tests.marked_processes import MARK, marked
 
 pytestmark = pytest.mark.integration
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
-MARK = "LIFECYCLE_TEST_MARK"  # no name that a process of ours keeps from its children
 ORPHAN_LIMIT_S = 60
 LAYOUT = RunLayout("run-1")
 
@@ -76,14 +76,7 @@ class Up:
 
     def marked(self) -> list[psutil.Process]:
         """Processes of this launch that are alive."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return marked(self.mark, self.folder)
 
     def flow_process(self, flow_run_id: str) -> psutil.Process:
         for process in self.marked():
