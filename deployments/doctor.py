@@ -290,7 +290,8 @@ def _tasks(config: RunConfig) -> str:
     for setting in ("tasks", "held_out_tasks"):
         path = getattr(config.workflow, setting)
         if path is not None:
-            counted.append(f"{len(read_tasks(path, setting=setting))} {setting.replace('_', ' ')}")
+            num_tasks = len(read_tasks(path, setting=f"workflow.{setting}"))
+            counted.append(f"{num_tasks} {setting.replace('_', ' ')}")
     return ", ".join(counted)
 
 

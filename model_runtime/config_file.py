@@ -128,6 +128,8 @@ def _describe(detail: Any, meant: str) -> list[str]:
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
         message = f"unknown setting{meant}"
+    elif detail["type"] == "model_type":
+        message = "must be a section, a mapping of settings"
     value = detail.get("input")
     shown = (
         ""

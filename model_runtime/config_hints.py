@@ -21,8 +21,8 @@ def hint(root: type[BaseModel], place: Sequence[int | str]) -> str:
         return ""
     names, wanted = list(section.model_fields), str(name)
     meant = difflib.get_close_matches(wanted, names, n=1, cutoff=CLOSE_ENOUGH)
-    elsewhere = (at for at in _places(root) if at.rpartition(".")[2] == wanted)
-    meant += [at for at, _ in zip(elsewhere, range(MAX_ELSEWHERE), strict=False)]
+    elsewhere = [at for at in _places(root) if at.rpartition(".")[2] == wanted]
+    meant += sorted(elsewhere, key=lambda at: at.count("."))[:MAX_ELSEWHERE]  # the least nested first
     if meant:
         return f"; did you mean {' or '.join(meant)}?"
     return f"; this section takes {', '.join(names)}"

@@ -190,6 +190,7 @@ def test_a_workflow_that_can_not_be_imported_and_bad_tasks_are_found(raw, tmp_pa
     Path(raw["workflow"]["tasks"]).write_text("not json\n")
     found = checks(raw)
     assert refused(found) == ["workflow", "tasks"]
+    assert found["tasks"].detail.startswith("workflow.tasks:")
     assert "no_such_module" in found["workflow"].detail
 
 

@@ -293,6 +293,14 @@ BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
         [((*FIRST, "batchsize"), 8)],
         ["multi_model.models[0].batchsize: unknown setting; did you mean batch_size? (got 8)"],
     ),
+    "setting of the models beside them": (
+        [(("batch_size",), 8)],
+        ["batch_size: unknown setting; did you mean multi_model.models[].batch_size"],
+    ),
+    "a model that is only named": (
+        [(FIRST, "planner_model")],
+        ["multi_model.models[0]: must be a section, a mapping of settings (got 'planner_model')"],
+    ),
     "setting of another section": (
         [(("workflow",), {"max_concurrent": 8})],
         ["workflow.max_concurrent: unknown setting; did you mean", "sync.max_concurrent?"],
