@@ -88,6 +88,11 @@ async def deploy(
                 f"Prefect at {api_url} asks for a password: set PREFECT_API_AUTH_STRING to user:password"
             ) from None
         raise PrefectError(f"Prefect at {api_url}: {error}") from error
+    except httpx.ConnectError:
+        raise ConfigError(
+            f"PREFECT_API_URL: no Prefect server answers at {api_url}; start it (`prefect server start`), or "
+            "correct the address"
+        ) from None
     except (httpx.HTTPError, TimeoutError) as error:
         raise PrefectError(f"Prefect at {api_url}: {type(error).__name__} {error}".rstrip()) from error
     registered = tuple(f"{d.flow_name}/{d.name}" for d in wanted)

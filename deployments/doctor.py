@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.devices import assign_gpus, check_gpus, visible_gpus
 from model_runtime.errors import RepertoryError
+from model_runtime.protocol import ADMIN_KEY_ENV, admin_key
 from model_runtime.store import open_store
 from model_runtime.tokenizer_bundle import build_tokenizer_document
 from model_runtime.tracing import check_tracing
@@ -85,6 +86,7 @@ def _machine_checks() -> Iterator[_Planned]:
     yield "devices", _devices, ""
     yield "loopback ports", _ports, "allow this user to listen on 127.0.0.1"
     yield "Prefect API", _prefect, f"start that server, or unset {_PREFECT_API_ENV} to use an embedded one"
+    yield "admin key", _admin_key, ""
     yield "disk", _disk, "free some space, or point REPERTORY_HOME elsewhere"
 
 
@@ -162,6 +164,13 @@ def _prefect() -> str:
         fix = f"start that server, or unset {_PREFECT_API_ENV} to have a run start its own"
         raise _NotOk(f"{url} does not answer: {error}", fix) from error
     return f"{url} answers"
+
+
+def _admin_key() -> str:
+    if not os.environ.get(ADMIN_KEY_ENV):
+        return f"{ADMIN_KEY_ENV} is not set: a run started here makes its own"
+    admin_key()
+    return f"{ADMIN_KEY_ENV} is set"
 
 
 def _disk() -> str:

@@ -26,6 +26,7 @@ def machine(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("REPERTORY_VLLM_PYTHON", str(make_fake_vllm(tmp_path / "vllm")))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.delenv("REPERTORY_ADMIN_KEY", raising=False)
 
 
 @pytest.fixture
@@ -96,6 +97,16 @@ def test_an_untested_vllm_or_a_missing_plugin_is_found(monkeypatch, tmp_path, fi
     assert not check.ok
     assert message in check.detail
     assert "make install" in check.fix
+
+
+def test_an_admin_key_that_every_flow_would_refuse_is_named_before_a_run(monkeypatch):
+    monkeypatch.setenv("REPERTORY_ADMIN_KEY", "a-key-long-enough")
+    assert checks()["admin key"].ok
+    monkeypatch.setenv("REPERTORY_ADMIN_KEY", "short")
+    check = checks()["admin key"]
+    assert not check.ok
+    assert "REPERTORY_ADMIN_KEY must be set to a secret of at least 16 characters" in check.detail
+    assert "short" not in check.detail
 
 
 def test_a_prefect_server_that_does_not_answer_is_named(monkeypatch):

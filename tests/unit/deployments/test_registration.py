@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from deployments.deploy import deploy
 from deployments.registration import CHECKPOINT_SCHEDULE, SCHEDULE, deployments_of
 from model_runtime.config import RunConfig
+from model_runtime.errors import ConfigError
+from model_runtime.processes import free_port
 
 NEWEST = {"versions": [{"model_id": "a", "version": "latest"}]}
 
 
-def evaluation(*, scheduled: bool = True, **settings: Any) -> Any:
-    config = RunConfig.model_validate(
+def config(**settings: Any) -> RunConfig:
+    return RunConfig.model_validate(
         {
             "name": "shop",
             "multi_model": {"models": [{"model_id": "a", "model_path": "/a"}]},
@@ -22,7 +28,10 @@ def evaluation(*, scheduled: bool = True, **settings: Any) -> Any:
             "evaluation": settings,
         }
     )
-    made = deployments_of(config, version="1", scheduled=scheduled)
+
+
+def evaluation(*, scheduled: bool = True, **settings: Any) -> Any:
+    made = deployments_of(config(**settings), version="1", scheduled=scheduled)
     return next(d for d in made if d.flow_name == "evaluate")
 
 
@@ -75,3 +84,13 @@ def test_models_may_have_a_work_pool_of_their_own() -> None:
     others = {(d.work_pool_name, d.work_queue_name) for d in made if d.flow_name != "model-runtime"}
     assert of_models == {"gpus"}
     assert others == {("machines", "high")}
+
+
+def test_a_server_that_is_not_there_is_named_with_what_to_do() -> None:
+    wanted = deployments_of(config(), version="1", scheduled=False, work_pool_name="machines")
+    url = f"http://127.0.0.1:{free_port()}/api"
+    with (
+        temporary_settings({PREFECT_API_URL: url}),
+        pytest.raises(ConfigError, match=f"PREFECT_API_URL: no Prefect server answers at {url}; start it"),
+    ):
+        asyncio.run(deploy(config(), wanted))
