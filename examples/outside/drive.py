@@ -50,6 +50,8 @@ def execute(control: httpx.Client, group_id: str, index: int, task: dict[str, st
         reward = work(task, session)
         end = httpx.post(f"{session['base_url']}/finalize", json={"reward": reward}, headers=own, timeout=60)
         return end.raise_for_status().json()["status"]
+    except (httpx.TransportError, openai.APIConnectionError):  # clients wait for a gateway that only restarts
+        return "the gateway had gone"
     except (httpx.HTTPStatusError, openai.APIStatusError) as error:
         if error.response.status_code == ENDED:
             return "the run had ended"
@@ -60,7 +62,10 @@ def open_group(control: httpx.Client, group_id: str) -> bool:
     """Wait for room, as long as it takes: training sets the pace. False once the run takes no more work."""
     while True:
         group = {"group_id": group_id, "group_size": GROUP_SIZE}
-        answer = control.post("/groups", json=group).raise_for_status().json()
+        try:
+            answer = control.post("/groups", json=group).raise_for_status().json()
+        except httpx.TransportError:
+            return False
         if answer["status"] != "waiting":
             return answer["status"] == "open"
 

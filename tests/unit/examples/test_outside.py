@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from model_runtime.config_file import load_config
+from model_runtime.processes import free_port
 from tests.fake_gateway import FakeGateway, serving
 
 OUTSIDE = Path(__file__).parents[3] / "examples" / "outside"
@@ -58,6 +59,12 @@ async def test_an_execution_the_run_has_no_use_for_any_more_is_no_failure(driver
         with httpx.Client(base_url=gateway.url, headers={"Authorization": f"Bearer {KEY}"}) as control:
             end = await asyncio.to_thread(driver.execute, control, "g0", 0, driver.TASKS[0])
     assert end == "the run had ended"
+
+
+def test_it_ends_when_the_gateway_is_gone(driver: ModuleType) -> None:
+    with httpx.Client(base_url=f"http://127.0.0.1:{free_port()}") as control:
+        assert not driver.open_group(control, "g0")
+        assert driver.execute(control, "g0", 0, driver.TASKS[0]) == "the gateway had gone"
 
 
 def test_its_config_leaves_the_work_to_it() -> None:
