@@ -142,6 +142,23 @@ def outcome(folder: TrainingFolder) -> dict[str, Any]:
     }
 
 
+def save_manifest(store: Store, layout: ModelLayout, step: int, *, version: int) -> None:
+    """The marker of a checkpoint without its files, as who only looks for checkpoints reads it."""
+    document = CheckpointDocument(
+        step=step,
+        epoch=1,
+        version=version,
+        files={},
+        low_water={},
+        consumed=[],
+        closed_groups=[],
+        totals={},
+        seed=0,
+        created_at=0.0,
+    )
+    store.put(layout.checkpoint_marker(step), document.to_bytes())
+
+
 def make_groups(
     count: int, *, first: int = 0, seed: int = 0, version: int = 0, flat: bool = False
 ) -> list[list[Trajectory]]:

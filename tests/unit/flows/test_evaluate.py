@@ -11,11 +11,11 @@ import pytest
 from model_runtime.adapters import write_version
 from model_runtime.config import RunConfig
 from model_runtime.coordinator import begin_run
-from model_runtime.documents import CheckpointDocument
 from model_runtime.evaluation import ModelVersion, read_evaluations
 from model_runtime.layout import RunLayout
-from model_runtime.store import Store, open_store
+from model_runtime.store import open_store
 from model_runtime.workflow import DriverReport
+from tests.training_log import save_manifest
 from tests.unit.model_runtime.test_adapters import adapter
 
 LAYOUT = RunLayout("run-1")
@@ -48,7 +48,7 @@ def worked(monkeypatch: pytest.MonkeyPatch, config: RunConfig) -> list[str]:
         files = adapter(seed=version)
         write_version(store, LAYOUT.model("a"), files, version=version, step=version, epoch=1)
         if version:
-            save(store, version)
+            save_manifest(store, LAYOUT.model("a"), version, version=version)
     served: list[str] = []
 
     async def run_frozen(frozen: RunConfig, work_id: str) -> DriverReport:
@@ -75,22 +75,6 @@ def worked(monkeypatch: pytest.MonkeyPatch, config: RunConfig) -> list[str]:
     monkeypatch.setattr(module, "run_frozen", run_frozen)
     monkeypatch.setattr(module, "show_evaluation", show)
     return served
-
-
-def save(store: Store, step: int) -> None:
-    document = CheckpointDocument(
-        step=step,
-        epoch=1,
-        version=step,
-        files={},
-        low_water={},
-        consumed=[],
-        closed_groups=[],
-        totals={},
-        seed=0,
-        created_at=0.0,
-    )
-    store.put(LAYOUT.model("a").checkpoint_marker(step), document.to_bytes())
 
 
 async def test_the_newest_version_of_the_newest_run_is_evaluated_once(

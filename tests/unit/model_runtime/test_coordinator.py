@@ -19,10 +19,10 @@ from model_runtime.coordinator import (
     update_run,
     write_desired,
 )
-from model_runtime.documents import CheckpointDocument
 from model_runtime.errors import ConfigError, SupersededError
 from model_runtime.layout import RunLayout
 from model_runtime.store import Store
+from tests.training_log import save_manifest
 
 LAYOUT = RunLayout("run-1")
 
@@ -40,22 +40,6 @@ def config(**changes: Any) -> RunConfig:
 def model(**changes: Any) -> dict[str, Any]:
     others = {"model_id": "b", "model_path": "/b"}
     return {"multi_model": {"models": [{"model_id": "a", "model_path": "/a"} | changes, others]}}
-
-
-def save_checkpoint(store: Store, model_id: str, step: int, version: int) -> None:
-    document = CheckpointDocument(
-        step=step,
-        epoch=1,
-        version=version,
-        files={},
-        low_water={},
-        consumed=[],
-        closed_groups=[],
-        totals={},
-        seed=0,
-        created_at=0.0,
-    )
-    store.put(LAYOUT.model(model_id).checkpoint_marker(step), document.to_bytes())
 
 
 def test_epochs_count_up_and_the_newest_leads(local_store: Store) -> None:
@@ -159,15 +143,15 @@ def coordinator(local_store: Store) -> CheckpointCoordinator:
 def test_a_snapshot_waits_until_every_model_has_a_newer_checkpoint(
     local_store: Store, coordinator: CheckpointCoordinator
 ) -> None:
-    save_checkpoint(local_store, "a", 5, version=4)
+    save_manifest(local_store, LAYOUT.model("a"), 5, version=4)
     assert coordinator.snapshot() is None
-    save_checkpoint(local_store, "b", 3, version=3)
+    save_manifest(local_store, LAYOUT.model("b"), 3, version=3)
     first = coordinator.snapshot()
     assert first is not None
     assert (first.number, first.checkpoints, first.versions) == (1, {"a": 5, "b": 3}, {"a": 4, "b": 3})
-    save_checkpoint(local_store, "a", 10, version=9)
+    save_manifest(local_store, LAYOUT.model("a"), 10, version=9)
     assert coordinator.snapshot() is None
-    save_checkpoint(local_store, "b", 6, version=6)
+    save_manifest(local_store, LAYOUT.model("b"), 6, version=6)
     second = coordinator.snapshot()
     assert second is not None
     assert second.checkpoints == {"a": 10, "b": 6}
@@ -179,7 +163,7 @@ def test_a_snapshot_waits_until_every_model_has_a_newer_checkpoint(
 def test_the_last_snapshot_takes_what_is_there(
     local_store: Store, coordinator: CheckpointCoordinator
 ) -> None:
-    save_checkpoint(local_store, "a", 5, version=4)
+    save_manifest(local_store, LAYOUT.model("a"), 5, version=4)
     last = coordinator.snapshot(final=True)
     assert last is not None
     assert last.checkpoints == {"a": 5}
@@ -190,7 +174,7 @@ def test_a_checkpoint_without_its_manifest_is_not_named(
     local_store: Store, coordinator: CheckpointCoordinator
 ) -> None:
     for model_id in ("a", "b"):
-        save_checkpoint(local_store, model_id, 5, version=4)
+        save_manifest(local_store, LAYOUT.model(model_id), 5, version=4)
         local_store.put(f"{LAYOUT.model(model_id).checkpoint(10)}/adapter.safetensors", b"half")
     snapshot = coordinator.snapshot()
     assert snapshot is not None

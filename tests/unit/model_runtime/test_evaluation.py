@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from model_runtime.adapters import write_version
 from model_runtime.config import RunConfig
 from model_runtime.coordinator import begin_run
-from model_runtime.documents import CheckpointDocument
 from model_runtime.errors import ConfigError
 from model_runtime.evaluation import (
     EvaluationDocument,
@@ -34,6 +33,7 @@ from model_runtime.evaluation import (
 )
 from model_runtime.layout import RunLayout
 from model_runtime.store import Store
+from tests.training_log import save_manifest
 from tests.unit.model_runtime.test_adapters import adapter
 
 LAYOUT = RunLayout("run-1")
@@ -225,22 +225,6 @@ def test_an_evaluation_is_compared_with_base_and_with_the_last_one_of_the_same_w
 # ------------------------------------------------------------------ checkpoints
 
 
-def checkpoint(store: Store, model_id: str, step: int, version: int) -> None:
-    document = CheckpointDocument(
-        step=step,
-        epoch=1,
-        version=version,
-        files={},
-        low_water={},
-        consumed=[],
-        closed_groups=[],
-        totals={},
-        seed=0,
-        created_at=0.0,
-    )
-    store.put(LAYOUT.model(model_id).checkpoint_marker(step), document.to_bytes())
-
-
 def done(run: RunConfig, store: Store, *choices: ModelVersion) -> None:
     plan = make_plan(store, run, run_id="run-1", wanted=choices)
     document = EvaluationDocument(
@@ -255,7 +239,7 @@ def saved(local_store: Store, tmp_path: Path) -> tuple[Store, RunConfig]:
     commit(local_store, "a", *range(21))
     commit(local_store, "b", 0)
     for step in range(1, 21):
-        checkpoint(local_store, "a", step, version=step)
+        save_manifest(local_store, LAYOUT.model("a"), step, version=step)
     return local_store, config(tmp_path, evaluation={"every_checkpoints": 3})
 
 

@@ -22,6 +22,15 @@ async def _stays() -> str:
     return "never"
 
 
+async def _work_until_stopped(cleaned: list[bool]) -> None:
+    """Its cleanup takes a moment, and tells `cleaned` that it came to its end."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0.05)
+        cleaned.append(True)
+
+
 async def test_work_that_ends_gives_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "stop_asked", _stays)
     assert await run_watched(asyncio.sleep(0, result=3)) == Finished(3)
@@ -44,30 +53,14 @@ async def test_a_stop_cancels_the_work_and_waits_for_its_cleanup(monkeypatch: py
 
     monkeypatch.setattr(lifecycle, "stop_asked", stop)
     cleaned: list[bool] = []
-
-    async def work() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0.05)
-            cleaned.append(True)
-
-    assert await run_watched(work()) == Stopped("the parent flow run is Crashed")
+    assert await run_watched(_work_until_stopped(cleaned)) == Stopped("the parent flow run is Crashed")
     assert cleaned == [True]
 
 
 async def test_cancelling_the_flow_cleans_up_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "stop_asked", _stays)
     cleaned: list[bool] = []
-
-    async def work() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0.05)
-            cleaned.append(True)
-
-    flow = asyncio.create_task(run_watched(work()))
+    flow = asyncio.create_task(run_watched(_work_until_stopped(cleaned)))
     await asyncio.sleep(0.01)
     flow.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -80,15 +73,7 @@ async def test_a_signal_that_cancels_every_task_at_once_lets_the_cleanup_end(
 ) -> None:
     monkeypatch.setattr(lifecycle, "stop_asked", _stays)
     cleaned: list[bool] = []
-
-    async def work() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0.05)
-            cleaned.append(True)
-
-    flow = asyncio.create_task(run_watched(work()))
+    flow = asyncio.create_task(run_watched(_work_until_stopped(cleaned)))
     await asyncio.sleep(0.01)
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
