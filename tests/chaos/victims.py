@@ -83,10 +83,11 @@ def _flow(up: Up, role: str, draw: random.Random) -> psutil.Process | None:
         runs = asyncio.run(PrefectApi(stack["api_url"]).active_runs("run-1"))
     except (PrefectError, OSError, ValueError):
         return None
+    # By what they are given: their names are for people, and come when they begin.
     wanted = {
         "parent": lambda run: run.parent_task_run_id is None,
-        "runtime": lambda run: run.name.partition(" · ")[0].endswith("_model"),
-        "rollout": lambda run: run.name.startswith("rollout"),
+        "runtime": lambda run: "model_id" in run.parameters,
+        "rollout": lambda run: run.parent_task_run_id is not None and "model_id" not in run.parameters,
     }[role]
     ids = [str(run.id) for run in runs if wanted(run)]
     draw.shuffle(ids)
