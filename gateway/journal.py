@@ -1,8 +1,9 @@
 """SessionJournal: what open sessions are, on this machine's disk, so that they outlive the gateway's process.
 
 Whoever changes a session says so with `write`, which never waits; whoever answers a client waits for
-`durable` first. A thread of its own writes what has come together since its last commit as one transaction:
-it is woken once for each, not once for each thing that happens.
+`durable` first. What came together in one pass of the event loop is one transaction. The loop commits it
+itself when that takes less than to wake a thread; a thread of its own has what takes longer: large events,
+sessions that are forgotten, a disk that fails, and everything for a while when the disk was slow.
 The file is SQLite in WAL mode: a commit is safe from the death of the process, not from that of the machine,
 whose sessions end with the run's epoch anyway. A settled session leaves the file, so its size follows the
 open ones.
@@ -16,7 +17,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +33,16 @@ logger = logging.getLogger(__name__)
 LOCK_TIMEOUT_S = 5.0
 # A write that fails is tried again for this long; then the gateway goes on without its journal.
 WRITE_PATIENCE_S = 5.0
+# A turn of a hundred tokens is two to three kilobytes: with SQLite's own 4 KiB each has a page.
+PAGE_BYTES = 8192
 # Free pages are given back to the file system in slices of so many, once they are more than half the file.
-VACUUM_PAGES = 2000
-# 16 MB between two checkpoints.
-CHECKPOINT_PAGES = 4000
+VACUUM_PAGES = 1000
+# 1 MB between two checkpoints: each is a millisecond's work, and what it copies is still in the caches.
+CHECKPOINT_PAGES = 125
+# What the event loop writes itself at most; and after a commit that took so long, for how long nothing.
+MAX_BYTES_ON_LOOP = 500_000
+SLOW_COMMIT_S = 0.05
+AFTER_SLOW_COMMIT_S = 5.0
 
 _FORMAT = 1
 _SCHEMA = f"""
@@ -62,6 +69,8 @@ class Forget:
 
 
 Entry = Append | Forget
+_Row = tuple[str, bytes | None]
+"""An owner and its next event; None: its earlier ones go."""
 Owned = dict[str, list[Event]]
 """Owner → its events, oldest first; owners in the order of their first events."""
 
@@ -76,8 +85,10 @@ class SessionJournal:
         self.path = path
         self._about = (run_id, epoch)
         self._connection: sqlite3.Connection | None = None
-        self._pending: list[Sequence[Entry]] = []  # not handed to the thread yet
-        self._hands_over = False  # soon, or when the thread is done with what it has
+        self._pending: list[Sequence[Entry]] = []
+        self._goes_on = False  # soon, or when the thread is done with what it has
+        self._has_free_pages = False  # in the file, more than it should
+        self._off_loop_until = float("-inf")  # the disk was slow
         self._queue: SimpleQueue[list[Sequence[Entry]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
@@ -146,9 +157,9 @@ class SessionJournal:
         elif self._thread is not None:
             self._num_written += 1
             self._pending.append(entries)
-            if not self._hands_over:
-                self._hands_over = True
-                self._loop.call_soon(self._hand_over)
+            if not self._goes_on:
+                self._goes_on = True
+                self._loop.call_soon(self._go_on)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -174,7 +185,8 @@ class SessionJournal:
         if thread is None:
             await asyncio.to_thread(self._disconnect)
             return
-        self._hand_over()
+        self._off_loop_until = float("inf")
+        self._go_on()
         self._queue.put(None)
         await asyncio.to_thread(thread.join)
         self._let_all_go()
@@ -189,6 +201,7 @@ class SessionJournal:
         )
         try:
             # One process alone: no shared memory file, and a second gateway is refused.
+            connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             for pragma in ("locking_mode = EXCLUSIVE", "auto_vacuum = INCREMENTAL", "journal_mode = WAL"):
                 connection.execute(f"PRAGMA {pragma}").fetchall()
             connection.execute("PRAGMA synchronous = OFF")  # no commit waits for the disk
@@ -226,15 +239,14 @@ class SessionJournal:
 
     def _write_forever(self) -> None:
         """One transaction after another, each of all that is waiting."""
-        has_free_pages = False
         try:
             while (batch := self._queue.get()) is not None:
-                self._commit_persistently(batch)
-                self._tell(self._finish, len(batch))
-                # Only what is forgotten sets pages free.
-                has_free_pages = has_free_pages or _forgets(batch)
-                if has_free_pages:
-                    has_free_pages = self._give_space_back()
+                rows = _rows(batch)
+                self._commit_persistently(rows)
+                self._tell(self._note_durable, len(batch))
+                if self._has_free_pages or _sets_free(rows):
+                    self._has_free_pages = self._give_space_back()
+                self._tell(self._go_on)
         except Exception as error:  # whatever it was: calls must not wait for a thread that is gone
             self._disconnect()
             self._remove()
@@ -242,11 +254,11 @@ class SessionJournal:
         else:
             self._disconnect()
 
-    def _commit_persistently(self, batch: Iterable[Sequence[Entry]]) -> None:
+    def _commit_persistently(self, rows: Sequence[_Row]) -> None:
         until, pause_s = time.monotonic() + WRITE_PATIENCE_S, 0.05
         while True:
             try:
-                return self._commit(batch)
+                return self._commit(rows)
             except sqlite3.Error as error:
                 if time.monotonic() > until:
                     raise
@@ -254,18 +266,16 @@ class SessionJournal:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 1.0)
 
-    def _commit(self, batch: Iterable[Sequence[Entry]]) -> None:
+    def _commit(self, rows: Sequence[_Row]) -> None:
         connection = self._connection
         assert connection is not None
         connection.execute("BEGIN IMMEDIATE")
         try:
-            for entry in (entry for entries in batch for entry in entries):
-                match entry:
-                    case Append(owner, event):
-                        data = encode_event(event)
-                        connection.execute("INSERT INTO events (owner, event) VALUES (?, ?)", (owner, data))
-                    case Forget(owner):
-                        connection.execute("DELETE FROM events WHERE owner = ?", (owner,))
+            for owner, event in rows:
+                if event is None:
+                    connection.execute("DELETE FROM events WHERE owner = ?", (owner,))
+                else:
+                    connection.execute("INSERT INTO events (owner, event) VALUES (?, ?)", (owner, event))
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:
@@ -285,20 +295,39 @@ class SessionJournal:
             self._connection.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
         return True
 
-    def _tell(self, what: object, argument: object) -> None:
+    def _tell(self, what: Callable[..., None], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody is left to hear
-            self._loop.call_soon_threadsafe(what, argument)  # type: ignore[arg-type]
+            self._loop.call_soon_threadsafe(what, *arguments)
 
-    # -------------------------------------------------------------- what the loop hears
+    # -------------------------------------------------------------- on the loop, while the thread rests
 
-    def _hand_over(self) -> None:
-        self._hands_over = bool(self._pending)
-        if self._pending:
-            self._queue.put(self._pending)
-            self._pending = []
+    def _go_on(self) -> None:
+        """Write what has come together, or have the thread write it; then nothing more until it has."""
+        batch, self._pending = self._pending, []
+        self._goes_on = bool(batch) and not self._is_written_here(batch)
+        if self._goes_on:
+            self._queue.put(batch)
+        else:
+            self._note_durable(len(batch))
 
-    def _finish(self, count: int) -> None:
-        self._hand_over()
+    def _is_written_here(self, batch: Sequence[Sequence[Entry]]) -> bool:
+        """False: it is for the thread, which meets an error again and has the time for it."""
+        began = time.monotonic()
+        if began < self._off_loop_until or self._has_free_pages:
+            return False
+        try:
+            rows = _rows(batch)
+            if _sets_free(rows) or sum(len(event or b"") for _, event in rows) > MAX_BYTES_ON_LOOP:
+                return False
+            self._commit(rows)
+        except Exception as error:
+            logger.debug("left to the journal's thread: %s", error)
+            return False
+        if time.monotonic() - began > SLOW_COMMIT_S:
+            self._off_loop_until = began + AFTER_SLOW_COMMIT_S
+        return True
+
+    def _note_durable(self, count: int) -> None:
         self._num_durable += count
         while self._waiting and self._waiting[0][0] <= self._num_durable:
             _, done = self._waiting.popleft()
@@ -317,7 +346,7 @@ class SessionJournal:
     def _let_all_go(self) -> None:
         self._thread = None
         self._pending.clear()
-        self._finish(self._num_written - self._num_durable)
+        self._note_durable(self._num_written - self._num_durable)
 
     def _remove(self) -> None:
         for suffix in ("", "-wal"):
@@ -327,8 +356,17 @@ class SessionJournal:
                 logger.error("%s%s can't be removed; do so before a restart: %s", self.path, suffix, error)
 
 
-def _forgets(batch: Iterable[Sequence[Entry]]) -> bool:
-    return any(isinstance(entry, Forget) for entries in batch for entry in entries)
+def _rows(batch: Iterable[Sequence[Entry]]) -> list[_Row]:
+    return [
+        (entry.owner, encode_event(entry.event) if isinstance(entry, Append) else None)
+        for entries in batch
+        for entry in entries
+    ]
+
+
+def _sets_free(rows: Iterable[_Row]) -> bool:
+    """Some of the file."""
+    return any(event is None for _, event in rows)
 
 
 def remove_older_journals(path: Path, epoch: int) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from model_runtime.store import Store
 from tests.gateway_harness import live_gateway
 
 ROOT = Path(__file__).parents[3]
+LONG_S = 3600.0
 
 
 @pytest.fixture
@@ -150,6 +152,7 @@ async def test_what_is_written_during_a_commit_is_the_next_one(
         commit(self, batch)
 
     monkeypatch.setattr(SessionJournal, "_commit", slow)
+    monkeypatch.setattr(module, "MAX_BYTES_ON_LOOP", 0)
     journal.write(Append("a", reward(0)))
     journal.write(Append("a", reward(1)))
     assert await asyncio.to_thread(has_begun.wait, 10)
@@ -161,6 +164,63 @@ async def test_what_is_written_during_a_commit_is_the_next_one(
     assert batches == [2, 4]
     await journal.close()
     assert await read_again(path) == {"a": [reward(value) for value in range(6)]}
+
+
+def note_threads(monkeypatch: pytest.MonkeyPatch, *, slow_commit_s: float = LONG_S) -> list[tuple[bool, int]]:
+    """Of each commit from now on: is it the event loop's, and how many rows it has."""
+    commit, noted, ours = SessionJournal._commit, [], threading.get_ident()
+
+    def noting(self: SessionJournal, rows: list[Any]) -> None:
+        noted.append((threading.get_ident() == ours, len(rows)))
+        commit(self, rows)
+
+    monkeypatch.setattr(SessionJournal, "_commit", noting)
+    monkeypatch.setattr(module, "SLOW_COMMIT_S", slow_commit_s)
+    monkeypatch.setattr(module, "AFTER_SLOW_COMMIT_S", LONG_S)
+    return noted
+
+
+async def test_the_loop_writes_small_events_itself_those_of_one_pass_together(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, commits = await started(path), note_threads(monkeypatch)
+    for value in range(3):
+        journal.write(Append("a", reward(value)))
+    await journal.durable()
+    journal.write(Append("a", make_committed()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert commits == [(True, 3), (True, 1)]
+    await journal.close()
+    assert len((await read_again(path))["a"]) == 4
+
+
+@pytest.mark.parametrize("entry", [Forget("a"), Append("a", make_committed(num_tokens=100_000))])
+async def test_what_takes_long_is_the_threads(
+    path: Path, monkeypatch: pytest.MonkeyPatch, entry: Append | Forget
+) -> None:
+    journal, commits = await started(path), note_threads(monkeypatch)
+    journal.write(entry)
+    await journal.durable()
+    journal.write(Append("b", reward(1)))
+    await journal.durable()
+    assert commits == [(False, 1), (True, 1)]
+    await journal.close()
+    assert (await read_again(path))["b"] == [reward(1)]
+
+
+async def test_a_slow_disk_is_the_threads_for_a_while(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, commits = await started(path), note_threads(monkeypatch, slow_commit_s=0.0)
+    for value in range(3):
+        journal.write(Append("a", reward(value)))
+        await journal.durable()
+    assert commits == [(True, 1), (False, 1), (False, 1)]
+    journal._off_loop_until = time.monotonic()
+    journal.write(Append("a", reward(3)))
+    await journal.durable()
+    assert commits[-1] == (True, 1)
+    await journal.close()
+    assert (await read_again(path))["a"] == [reward(value) for value in range(4)]
 
 
 async def test_what_is_written_just_before_the_end_is_kept(path: Path) -> None:
