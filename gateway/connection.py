@@ -55,6 +55,8 @@ def bounded_protocol(max_header_bytes: int) -> type[asyncio.Protocol]:
             self._head_bytes = 0
             self._stop_timer()
             super().on_headers_complete()
+            if self.scope["method"] != "HEAD":
+                self.cycle.transport = _HeadWithBody(self.transport)  # type: ignore[assignment]
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -104,3 +106,22 @@ def bounded_protocol(max_header_bytes: int) -> type[asyncio.Protocol]:
             self.transport.close()
 
     return BoundedProtocol
+
+
+class _HeadWithBody:
+    """What one answer is written to: its head leaves with the beginning of its body, in one packet."""
+
+    __slots__ = ("_head", "_transport", "close", "is_closing")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.close, self.is_closing = transport.close, transport.is_closing
+        self._head: bytes | None = None  # empty once it is written
+
+    def write(self, data: bytes) -> None:
+        if self._head is None and not data.startswith(b"HTTP/1.1 100 "):
+            self._head = data
+            return
+        if self._head:
+            data, self._head = self._head + data, b""
+        self._transport.write(data)
