@@ -201,11 +201,12 @@ class AgentChains:
         A conversation that has the chain's last answer in other words goes on from the turn before it, if
         that is more than any chain holds in full. Two chains of which that is true: neither."""
         for index in range(len(key) - 2, -1, -1) if roll_back and self._by_asked else ():
-            if key.digests[index] in self._by_tip:
+            digest = key.digest(index)
+            if digest in self._by_tip:
                 break  # held in full, if only by a chain that is under way
             if key.roles[index + 1] != "assistant":
                 continue
-            chains = [chain for chain in self._by_asked.get(key.digests[index], ()) if not chain.reserved]
+            chains = [chain for chain in self._by_asked.get(digest, ()) if not chain.reserved]
             if len(chains) == 1:
                 return Match(chains[0], len(chains[0].turns) - 1)
             if chains:
@@ -216,8 +217,8 @@ class AgentChains:
 
     def longest_prefix(self, key: ConversationKey) -> Chain | None:
         """The free chain that ends in most of this conversation's beginning; the newest among equals."""
-        for digest in reversed(key.digests[:-1]):
-            free = [chain for chain in self._by_tip.get(digest, ()) if not chain.reserved]
+        for index in range(len(key) - 2, -1, -1) if self._by_tip else ():
+            free = [chain for chain in self._by_tip.get(key.digest(index), ()) if not chain.reserved]
             if free:
                 return max(free, key=lambda chain: chain.updated_at)
         return None
@@ -238,7 +239,7 @@ class AgentChains:
         `answer` and `tool_calls` what was given back for it: together they recognise the agent's next
         request."""
         tip = key.with_answer(answer, tool_calls)
-        point = Point(key.digests[-1], tip, len(key) + 1, mark, reasoning)
+        point = Point(key.digest(len(key) - 1), tip, len(key) + 1, mark, reasoning)
         self.append(chain, turn, point, num_turns=num_turns)
 
     def append(self, chain: Chain, turn: SampledTurn, point: Point, *, num_turns: int | None = None) -> None:

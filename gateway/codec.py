@@ -41,6 +41,8 @@ from model_runtime.types import Int32Array
 # Encoding costs about 1 µs a token. Above this many characters it leaves the event loop's thread.
 OFF_LOOP_CHARS = 4000
 LONG_TEXT_CHARS = 400_000
+# Of SHA-256, for which processors have instructions: each turn reads the whole conversation's text.
+MARK_BYTES = 16
 
 TemplateArguments = Mapping[str, Any]
 """What a request hands to the template beside its messages and tools (`enable_thinking`, …)."""
@@ -58,19 +60,19 @@ class TextMark:
 
     @classmethod
     def of(cls, text: str) -> TextMark:
-        return cls(len(text), _rolling_digest(text).digest())
+        return cls(len(text), _rolling_digest(text).digest()[:MARK_BYTES])
 
     def of_longer(self, text: str) -> TextMark | None:
         """The mark of a text that begins with the one this is of; None for a text that does not."""
         rolling = _rolling_digest(text[: self.num_chars])
-        if len(text) < self.num_chars or rolling.digest() != self.digest:
+        if len(text) < self.num_chars or rolling.digest()[:MARK_BYTES] != self.digest:
             return None
         rolling.update(text[self.num_chars :].encode(errors="surrogatepass"))
-        return TextMark(len(text), rolling.digest())
+        return TextMark(len(text), rolling.digest()[:MARK_BYTES])
 
 
-def _rolling_digest(text: str) -> hashlib.blake2b:
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16)
+def _rolling_digest(text: str) -> hashlib._Hash:
+    return hashlib.sha256(text.encode(errors="surrogatepass"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -268,7 +270,7 @@ class ChatCodec:
         if message["role"] == "developer" and not self._knows_developers:
             # OpenAI's later word for it. Templates leave out what roles they don't know say, or refuse it.
             message = {**message, "role": "system"}
-        return _with_argument_objects(message)
+        return _with_argument_objects(message) if "tool_calls" in message else message
 
     # -------------------------------------------------------------- the proof
 
@@ -345,8 +347,8 @@ def is_text(message: Message) -> bool:
 def _with_argument_objects(message: Message) -> Message:
     """Arguments that are no JSON object are shown to templates as an empty one, as vLLM does: they are in
     the history, where an error would end the conversation."""
-    calls = message.get("tool_calls")
-    if not calls or all(isinstance(call["function"]["arguments"], dict) for call in calls):
+    calls = message["tool_calls"]
+    if all(isinstance(call["function"]["arguments"], dict) for call in calls):
         return message
     shown = []
     for call in calls:

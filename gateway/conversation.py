@@ -119,13 +119,16 @@ class Answer:
 
 
 class ConversationKey:
-    """Rolling digests of a conversation: `digests[k]` identifies messages 0 … k, the tools offered and the
+    """Rolling digests of a conversation: `digest(k)` identifies messages 0 … k, the tools offered and the
     template's arguments.
 
     Role, content, name and tool calls count. Ids of tool calls do not, nor how their arguments' JSON is
-    written, nor reasoning: agents make up ids, re-serialise arguments and leave reasoning out."""
+    written, nor reasoning: agents make up ids, re-serialise arguments and leave reasoning out.
 
-    __slots__ = ("_rolling", "digests", "roles")
+    Where a conversation goes on, it is found by its digests from the last answer onward; those before are
+    made when somebody asks for one."""
+
+    __slots__ = ("_beginning", "_counted", "_early", "_late", "_num_early", "_rolling", "roles")
 
     def __init__(
         self,
@@ -133,25 +136,34 @@ class ConversationKey:
         tools: Sequence[Tool] = (),
         template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        self._rolling = hashlib.blake2b(digest_size=16)
+        self._beginning = hashlib.blake2b(digest_size=16)
         if tools:
-            self._rolling.update(msgspec.json.encode(tools, order="deterministic"))
+            self._beginning.update(_ENCODER.encode(tools))
         if template_arguments:
-            self._rolling.update(b"\0" + msgspec.json.encode(template_arguments, order="deterministic"))
-        self.digests: list[Digest] = []
+            self._beginning.update(b"\0" + _ENCODER.encode(template_arguments))
         self.roles = [message["role"] for message in messages]
-        for message in messages:
-            self._rolling.update(_canonical(message))
-            self.digests.append(self._rolling.digest())
+        self._counted = [message if len(message) == 2 else _counted(message) for message in messages]
+        answers = (index for index in range(len(messages) - 1, 0, -1) if self.roles[index] == "assistant")
+        self._num_early = next(answers, 0)
+        self._early: list[Digest] = []
+        self._rolling = self._beginning.copy()
+        self._rolling.update(_ENCODER.encode_lines(self._counted[: self._num_early]))
+        self._late = _digests(self._rolling, self._counted[self._num_early :])
 
     def __len__(self) -> int:
-        return len(self.digests)
+        return len(self.roles)
+
+    def digest(self, index: int) -> Digest:
+        if index >= self._num_early:
+            return self._late[index - self._num_early]
+        if not self._early:
+            self._early = _digests(self._beginning, self._counted[: self._num_early])
+        return self._early[index]
 
     def with_answer(self, content: str, tool_calls: Sequence[ToolCall] = ()) -> Digest:
         """The digest of this conversation and the assistant's answer to it."""
-        extended = self._rolling.copy()
-        extended.update(_canonical(answer_message(content, tool_calls)))
-        return extended.digest()
+        answer = _counted(answer_message(content, tool_calls))
+        return _digests(self._rolling.copy(), [answer])[0]
 
 
 def answer_message(
@@ -188,10 +200,23 @@ def arguments_object(arguments: Any) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def _canonical(message: Message) -> bytes:
-    fields = [message["role"], message["content"], message.get("name")]
-    calls = message.get("tool_calls")
-    if calls:
-        fields.append([[c["function"]["name"], c["function"]["arguments"]] for c in calls])
-        return msgspec.json.encode(fields, order="deterministic")
-    return msgspec.json.encode(fields)
+_ENCODER = msgspec.json.Encoder(order="deterministic")
+
+
+def _counted(message: Message) -> Message:
+    """What counts of a message: of one with a role and a text alone, all."""
+    counted = {"role": message["role"], "content": message["content"]}
+    if (name := message.get("name")) is not None:
+        counted["name"] = name
+    if calls := message.get("tool_calls"):
+        counted["tool_calls"] = [[c["function"]["name"], c["function"]["arguments"]] for c in calls]
+    return counted
+
+
+def _digests(rolling: hashlib.blake2b, counted: Sequence[Message]) -> list[Digest]:
+    """One after each of these messages, which `rolling` is updated with."""
+    digests = []
+    for message in counted:
+        rolling.update(_ENCODER.encode_lines([message]))
+        digests.append(rolling.digest())
+    return digests

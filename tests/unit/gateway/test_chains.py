@@ -137,14 +137,31 @@ def test_an_edited_answer_or_an_unchanged_request_continues_nothing() -> None:
     assert owner.longest_prefix(ConversationKey([message("user", "a")])) is None
 
 
+def digests(messages: list[dict[str, str]]) -> list[bytes]:
+    key = ConversationKey(messages)
+    return [key.digest(index) for index in range(len(messages))]
+
+
 def test_the_key_tells_roles_contents_and_names_apart() -> None:
-    base = ConversationKey([message("user", "a")]).digests
-    assert ConversationKey([message("system", "a")]).digests != base
-    assert ConversationKey([message("user", "b")]).digests != base
-    assert ConversationKey([{**message("user", "a"), "name": "x"}]).digests != base
+    base = digests([message("user", "a")])
+    assert digests([message("system", "a")]) != base
+    assert digests([message("user", "b")]) != base
+    assert digests([{**message("user", "a"), "name": "x"}]) != base
     # the boundary between messages counts too
-    split = ConversationKey([message("user", "ab"), message("user", "c")]).digests[-1]
-    assert split != ConversationKey([message("user", "a"), message("user", "bc")]).digests[-1]
+    split = digests([message("user", "ab"), message("user", "c")])[-1]
+    assert split != digests([message("user", "a"), message("user", "bc")])[-1]
+
+
+def test_the_key_of_a_longer_conversation_has_the_digests_of_its_beginnings() -> None:
+    roles = ["system", "user", "assistant", "user", "assistant", "assistant", "user", "tool"]
+    messages = [message(role, str(place)) for place, role in enumerate(roles)]
+    whole = digests(messages)
+    assert len(set(whole)) == len(messages)
+    for length in range(1, len(messages) + 1):
+        assert digests(messages[:length]) == whole[:length]
+    key = ConversationKey(messages[:4])
+    assert key.with_answer("4") == whole[4]
+    assert [key.digest(index) for index in (3, 1, 0, 2)] == [whole[index] for index in (3, 1, 0, 2)]
 
 
 def test_rewards_stand_at_their_level_and_missing_ones_stay_missing() -> None:

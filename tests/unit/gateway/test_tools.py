@@ -241,7 +241,7 @@ def test_reasoning_is_kept_apart_and_goes_on_where_the_template_keeps_it(tmp_pat
 
 def key_of(messages: list[dict[str, Any]], tools: list[Any] | None = None) -> bytes:
     normal = [normal_message(message, i) for i, message in enumerate(messages)]
-    return ConversationKey(normal, offered_tools(tools, None)).digests[-1]
+    return ConversationKey(normal, offered_tools(tools, None)).digest(len(normal) - 1)
 
 
 def test_ids_do_not_count_and_json_is_compared_by_value() -> None:
