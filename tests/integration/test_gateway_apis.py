@@ -28,8 +28,8 @@ from model_runtime.tokenizer_bundle import build_tokenizer_document, publish_tok
 from tests.gateway_harness import RUN_ID, GatewayHarness, live_gateway
 from tests.integration.conftest import ROLLOUT, VLLMServer
 from tests.tiny_models import make_model, reference_logprobs
+from tests.tool_gateway import COMPACT_CALL, SAMPLED_CALL, tool_config
 from tests.tool_use import CLOCK, CONVERSATIONS, SEARCH, TOOL_TEMPLATE, user
-from tests.unit.gateway.test_tools import COMPACT_CALL, SAMPLED_CALL, tool_config
 
 pytestmark = pytest.mark.integration
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import pytest
 
 from gateway.routes.anthropic_messages import parse_messages_request, to_call
-from model_runtime.config import StoreConfig
 from model_runtime.errors import InvalidRequestError
-from model_runtime.store import open_store
-from tests.gateway_harness import GatewayHarness, LiveSession, live_gateway
+from tests.gateway_harness import GatewayHarness, LiveSession
+from tests.tool_gateway import SAMPLED_CALL, prepare
 from tests.tool_use import SEARCH, calling, result, user
 from tests.tool_use import call as openai_call
-from tests.unit.gateway.test_tools import SAMPLED_CALL, prepare, tool_config
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 TOOL: Any = {
@@ -23,18 +20,6 @@ TOOL: Any = {
     "description": SEARCH["function"]["description"],
     "input_schema": SEARCH["function"]["parameters"],
 }
-
-
-@pytest.fixture(scope="module")
-def tool_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayHarness]:
-    store = open_store(StoreConfig(url=str(tmp_path_factory.mktemp("anthropic"))))
-    with live_gateway(store, config=tool_config()) as harness:
-        yield harness
-
-
-@pytest.fixture
-def tools(tool_gateway: GatewayHarness) -> GatewayHarness:
-    return prepare(tool_gateway)
 
 
 def client_of(session: LiveSession, agent: str = "planner") -> anthropic.Anthropic:

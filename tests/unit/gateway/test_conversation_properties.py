@@ -19,10 +19,10 @@ from model_runtime.layout import served_name
 from model_runtime.store import open_store
 from model_runtime.types import Trajectory
 from tests.gateway_harness import GatewayHarness, LiveSession, live_gateway
+from tests.tool_gateway import COMPACT_CALL, SAMPLED_CALL, prepare, tool_config
 from tests.tool_use import SEARCH, calling, result, user
 from tests.tool_use import call as tool_call
 from tests.unit.gateway.test_streaming import until
-from tests.unit.gateway.test_tools import COMPACT_CALL, SAMPLED_CALL, prepare, tool_config
 
 ANSWERS = [
     "hello",

@@ -10,10 +10,10 @@ import pytest
 from model_runtime.store import Store
 from tests.fakes import make_tokenizer_document
 from tests.gateway_harness import GatewayHarness, LiveSession, live_gateway
+from tests.tool_gateway import SAMPLED_CALL, prepare, tool_config
 from tests.tool_use import SEARCH, call, calling, result
 from tests.unit.gateway.test_rollback import said, user
 from tests.unit.gateway.test_streaming import until
-from tests.unit.gateway.test_tools import SAMPLED_CALL, prepare, tool_config
 
 FRESH = {"x-stainless-retry-count": "0"}
 TWO_CALLS = SAMPLED_CALL + SAMPLED_CALL.replace("tea", "cake")

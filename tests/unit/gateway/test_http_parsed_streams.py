@@ -15,8 +15,8 @@ import pytest
 from model_runtime.config import StoreConfig
 from model_runtime.store import open_store
 from tests.gateway_harness import GatewayHarness, LiveSession, live_gateway
+from tests.tool_gateway import SAMPLED_CALL, num_breaks, prepare, tool_config
 from tests.tool_use import SEARCH, result, user
-from tests.unit.gateway.test_tools import SAMPLED_CALL, num_breaks, prepare, tool_config
 
 THOUGHT = "let me think about the menu"
 TEXT = "There is green tea, and naïve 🙂 coffee"

@@ -4,22 +4,20 @@ arguments, forced tool calls, settings off the policy. Honoured or refused, neve
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
-from model_runtime.config import StoreConfig
 from model_runtime.config_file import parse_config
 from model_runtime.layout import RunLayout
-from model_runtime.store import Store, open_store
+from model_runtime.store import Store
 from tests.fakes import make_tokenizer_document
 from tests.gateway_harness import RUN_ID, GatewayHarness, LiveSession, live_gateway
+from tests.tool_gateway import SAMPLED_CALL, num_breaks, prepare, tool_config
 from tests.tool_use import CLOCK, SEARCH, result, user
 from tests.unit.gateway.test_http_parsed_streams import chunks_of
-from tests.unit.gateway.test_tools import SAMPLED_CALL, num_breaks, prepare, tool_config
 
 HELLO: Any = [user("x")]
 RESPONSES_TOOL: Any = {"type": "function", **SEARCH["function"]}
@@ -31,18 +29,6 @@ SWITCHED = (
     "'<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def tool_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayHarness]:
-    store = open_store(StoreConfig(url=str(tmp_path_factory.mktemp("settings"))))
-    with live_gateway(store, config=tool_config()) as harness:
-        yield harness
-
-
-@pytest.fixture
-def tools(tool_gateway: GatewayHarness) -> GatewayHarness:
-    return prepare(tool_gateway)
 
 
 def client_of(session: LiveSession) -> openai.OpenAI:

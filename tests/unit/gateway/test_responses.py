@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from gateway.routes.openai_items import parse_responses_request, to_call
-from model_runtime.config import StoreConfig
-from model_runtime.store import open_store
-from tests.gateway_harness import GatewayHarness, LiveSession, live_gateway
+from tests.gateway_harness import GatewayHarness, LiveSession
+from tests.tool_gateway import SAMPLED_CALL
 from tests.tool_use import SEARCH, calling, result, user
 from tests.tool_use import call as chat_call
-from tests.unit.gateway.test_tools import SAMPLED_CALL, prepare, tool_config
 
 TOOL: Any = {"type": "function", **SEARCH["function"]}
-
-
-@pytest.fixture(scope="module")
-def tool_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayHarness]:
-    store = open_store(StoreConfig(url=str(tmp_path_factory.mktemp("responses"))))
-    with live_gateway(store, config=tool_config()) as harness:
-        yield harness
-
-
-@pytest.fixture
-def tools(tool_gateway: GatewayHarness) -> GatewayHarness:
-    return prepare(tool_gateway)
 
 
 def client_of(session: LiveSession) -> openai.OpenAI:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -13,53 +12,11 @@ from gateway.codec import ChatCodec, TextMark
 from gateway.conversation import ConversationKey
 from gateway.routes.openai_messages import normal_message, offered_tools
 from model_runtime.config import StoreConfig
-from model_runtime.config_file import parse_config
-from model_runtime.layout import RunLayout
 from model_runtime.store import open_store
 from tests.fakes import make_tokenizer_document
-from tests.gateway_harness import RUN_ID, GatewayHarness, live_gateway, make_config
+from tests.gateway_harness import GatewayHarness, live_gateway
+from tests.tool_gateway import COMPACT_CALL, SAMPLED_CALL, num_breaks, prepare, tool_config
 from tests.tool_use import CLOCK, CONVERSATIONS, SEARCH, TOOL_TEMPLATE, call, calling, result, user
-
-SAMPLED_CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "tea"}}\n</tool_call>'
-COMPACT_CALL = '<tool_call>{"name":"search","arguments":{"query":"tea"}}</tool_call>'
-
-
-def tool_config(*, partial_rollout: bool = False, **rollout: Any) -> Any:
-    raw = make_config().model_dump(mode="json")
-    raw["multi_model"]["models"][0]["max_response_tokens"] = 256
-    raw["multi_model"]["models"][0]["async_training"]["partial_rollout"] = partial_rollout
-    raw["multi_model"]["models"][0]["rollout"].update({"tool_call_parser": "hermes"} | rollout)
-    return parse_config(raw)
-
-
-def prepare(harness: GatewayHarness) -> GatewayHarness:
-    """The model `plan` speaks with tools."""
-    harness.start_afresh()
-    uri = RunLayout(RUN_ID).model("plan").tokenizer("tools")
-    harness.store.put(uri, make_tokenizer_document(chat_template=TOOL_TEMPLATE).to_bytes())
-    harness.defaults["plan"] = {"tokenizer_uri": uri}
-    harness.renew("plan")
-    harness.wait_for_tokenizer("plan", uri)
-    return harness
-
-
-@pytest.fixture(scope="module")
-def tool_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayHarness]:
-    store = open_store(StoreConfig(url=str(tmp_path_factory.mktemp("tools"))))
-    with live_gateway(store, config=tool_config()) as harness:
-        yield harness
-
-
-@pytest.fixture
-def tools(tool_gateway: GatewayHarness) -> GatewayHarness:
-    return prepare(tool_gateway)
-
-
-def num_breaks(harness: GatewayHarness) -> float:
-    text = harness.http.get("/metrics").text
-    lines = [line for line in text.splitlines() if line.startswith("repertory_gateway_chain_breaks_total{")]
-    return sum(float(line.split()[-1]) for line in lines)
-
 
 # ------------------------------------------------------------------ through OpenAI's SDK
 
