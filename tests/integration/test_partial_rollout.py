@@ -24,6 +24,7 @@ from model_runtime.types import Trajectory
 from tests.gateway_harness import RUN_ID, GatewayHarness, live_gateway, make_config
 from tests.integration.conftest import VLLMServer
 from tests.integration.test_gateway import errors_by_version, load_versions, model_config
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -73,13 +74,6 @@ def ask_through_a_flip(harness: GatewayHarness, session: Any, *, streamed: bool 
         time.sleep(0.4)
         harness.renew("plan", published_version=1)
         return answer.result(60)
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 def versions_of(row: Trajectory) -> list[int]:

@@ -37,6 +37,7 @@ from tests.faulty_proxy import FaultyProxy
 from tests.gateway_harness import make_config
 from tests.tiny_models import make_model
 from tests.training_log import TrainingFolder, make_groups, outcome
+from tests.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -179,7 +180,7 @@ def test_a_trainer_behind_a_broken_store_ends_with_the_bytes_of_an_undisturbed_o
     folder = a_training(tmp_path / "disturbed", base, url=url)
     codes: list[int] = []
     training = meanwhile(lambda: codes.append(run_trainer(folder.spec, stop=threading.Event())))
-    until(lambda: (status := folder.status()) is not None and status.step >= 1)
+    until(lambda: (status := folder.status()) is not None and status.step >= 1, limit_s=120)
     if how == "down":
         proxy.down()
         time.sleep(5)
@@ -209,13 +210,6 @@ def a_training(root: Path, base: Path, *, url: str) -> TrainingFolder:
     folder.write_groups(make_groups(10))
     folder.tell(desired="drain", published_version=1000)
     return folder
-
-
-def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_checkpoint_written_through_faults_is_whole(behind: tuple[FaultyProxy, str]) -> None:
@@ -254,11 +248,11 @@ def test_a_gateway_that_starts_while_its_store_is_away_waits_for_it(
     with (tmp_path / "log").open("wb") as log:
         gateway = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
-        until(lambda: "the store is unavailable" in (tmp_path / "log").read_text())
+        until(lambda: "the store is unavailable" in (tmp_path / "log").read_text(), limit_s=120)
         time.sleep(5)
         assert gateway.poll() is None
         proxy.up()
-        until(lambda: is_up(f"http://127.0.0.1:{port}/health") or gateway.poll() is not None)
+        until(lambda: is_up(f"http://127.0.0.1:{port}/health") or gateway.poll() is not None, limit_s=120)
         assert gateway.poll() is None
     finally:
         gateway.kill()

@@ -15,8 +15,8 @@ from uvicorn.server import ServerState
 
 from gateway.connection import bounded_protocol
 from tests.gateway_harness import GatewayHarness
-from tests.unit.gateway.test_failover import until
 from tests.unit.gateway.test_rollback import user
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("num_bytes", [10, 300_000], ids=["small", "large"])

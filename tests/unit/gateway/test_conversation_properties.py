@@ -22,7 +22,7 @@ from tests.gateway_harness import GatewayHarness, LiveSession, live_gateway
 from tests.tool_gateway import COMPACT_CALL, SAMPLED_CALL, prepare, tool_config
 from tests.tool_use import SEARCH, calling, result, user
 from tests.tool_use import call as tool_call
-from tests.unit.gateway.test_streaming import until
+from tests.waiting import until
 
 ANSWERS = [
     "hello",

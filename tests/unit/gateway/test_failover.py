@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from model_runtime.store import Store
 from tests.fakes import FakeRolloutServer
 from tests.gateway_harness import GatewayHarness, LiveSession, live_gateway, make_config
+from tests.waiting import until
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -264,10 +265,3 @@ def hanging_calls(session: LiveSession, count: int) -> Iterator[None]:
         loop.call_soon_threadsafe(done.set)
         thread.join(20)
         loop.close()
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)

@@ -13,7 +13,7 @@ from tests.gateway_harness import GatewayHarness, LiveSession, live_gateway
 from tests.tool_gateway import SAMPLED_CALL, prepare, tool_config
 from tests.tool_use import SEARCH, call, calling, result
 from tests.unit.gateway.test_rollback import said, user
-from tests.unit.gateway.test_streaming import until
+from tests.waiting import until
 
 FRESH = {"x-stainless-retry-count": "0"}
 TWO_CALLS = SAMPLED_CALL + SAMPLED_CALL.replace("tea", "cake")

@@ -18,7 +18,7 @@ from gateway.slices import AT_ONCE
 from model_runtime.config import StoreConfig
 from model_runtime.store import Store, open_store
 from tests.gateway_harness import GatewayHarness, LiveSession, live_gateway, make_config
-from tests.unit.gateway.test_sessions import wait_for
+from tests.waiting import until
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -59,7 +59,7 @@ def test_an_sdk_as_it_comes_outlasts_a_model_that_was_away_and_nothing_is_held_a
             return list(answer) if streamed else [answer]
 
         asking = pool.submit(ask)
-        wait_for(lambda: live.infra_reason, 10)  # the first answer was a 503
+        until(lambda: live.infra_reason, "the first answer, a 503")
         harness.renew("plan")
         assert asking.result(20)
     assert session.finalize(1.0) == {
@@ -157,7 +157,7 @@ def test_the_ends_of_thousands_of_members_leave_others_their_turns(
         monkeypatch.setattr(GroupAdmission, "member_settled", noting)
         harness.open_group("crowd", size=size, deadline_s=0.1)
         asyncio.run_coroutine_threadsafe(count_turns(), harness.live.loop).result(60)
-        wait_for(lambda: "crowd" not in harness.gateway.admission._state.open_groups)
+        until(lambda: "crowd" not in harness.gateway.admission._state.open_groups)
         harness.group_id = "crowd"
         assert len(harness.settlements("plan")) == size
     assert max(Counter(settled_at).values()) <= 4 * AT_ONCE

@@ -23,6 +23,7 @@ from model_runtime.store import Store, open_store
 from tests.fake_generation import until_stop
 from tests.gateway_harness import GatewayHarness, LiveSession, live_gateway, make_config
 from tests.tool_use import SEARCH
+from tests.waiting import until
 
 PARTIAL = {"async_training": {"partial_rollout": True}}
 LONG = "one two three four five six seven eight nine ten"
@@ -41,13 +42,6 @@ def harness(partial_gateway: GatewayHarness) -> GatewayHarness:
     partial_gateway.server.answers = [LONG, " more"]
     partial_gateway.server.token_delay_s = 0.015
     return partial_gateway
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 def asked_and_flipped(

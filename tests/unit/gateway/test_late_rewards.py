@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -12,15 +11,9 @@ import pytest
 from gateway.journal_events import RewardName
 from model_runtime.store import Store
 from tests.gateway_harness import GatewayHarness, LiveSession, live_gateway, make_config
+from tests.waiting import until
 
 HOUR = 3600.0
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def finalize(session: LiveSession, deadline_s: float | None = HOUR, **fields: Any) -> httpx.Response:
@@ -41,7 +34,7 @@ def test_a_finished_execution_awaits_its_reward_and_settles_when_it_comes(harnes
     assert harness.settlements("plan") == []
     assert code(session.chat("y")) == (409, "conflict")  # it is finished
     assert session.post("reward", {"reward": 0.5}).status_code == 200
-    wait_for(lambda: harness.settlements("plan"))
+    until(lambda: harness.settlements("plan"))
     [row] = harness.rows("plan")
     assert dict(row.workflow_rewards) == {"reward": 0.5}
     assert harness.settlements("plan")[0].status == "finalized"
@@ -63,7 +56,7 @@ def test_every_awaited_component_is_waited_for_whatever_its_level(harness: Gatew
         again = finalize(session, awaits=awaits)  # says what is missing, and changes nothing
         assert (again.status_code, len(again.json()["awaits"])) == (202, 3 - number)
         assert session.post("reward", {"reward": float(number)} | given).status_code == 200
-    wait_for(lambda: harness.settlements("plan"))
+    until(lambda: harness.settlements("plan"))
     [row] = harness.rows("plan")
     assert dict(row.workflow_rewards) == {"reward": 1.0, "style": 0.0}
     assert dict(row.agent_rewards) == {"reward": 1.0}
@@ -81,7 +74,7 @@ def test_rewards_stay_replaceable_until_the_last_one_came(harness: GatewayHarnes
         {"reward": 3.0, "component": "a"},
     ):
         assert session.post("reward", body).status_code == 200
-    wait_for(lambda: harness.settlements("plan"))
+    until(lambda: harness.settlements("plan"))
     assert dict(harness.rows("plan")[0].workflow_rewards) == {"a": 3.0, "b": 2.0}
 
 
@@ -90,7 +83,7 @@ def test_past_the_deadline_what_did_not_come_is_missing_and_not_zero(harness: Ga
     session.chat("x")
     assert finalize(session, 0.3, awaits=[{"component": "a"}, {"component": "b"}]).status_code == 202
     session.post("reward", {"reward": 1.0, "component": "a"})
-    wait_for(lambda: harness.settlements("plan"))
+    until(lambda: harness.settlements("plan"))
     [settlement], [row] = harness.settlements("plan"), harness.rows("plan")
     assert settlement.status == "finalized"
     assert settlement.reason == "rewards that never came: b"
@@ -104,7 +97,7 @@ def test_an_execution_that_awaits_rewards_does_not_expire(harness: GatewayHarnes
     time.sleep(1.2)  # two sweeps past the execution's own time
     assert harness.settlements("plan") == []
     session.post("reward", {"reward": 1.0})
-    wait_for(lambda: harness.settlements("plan"))
+    until(lambda: harness.settlements("plan"))
     assert harness.settlements("plan")[0].status == "finalized"
 
 
@@ -143,7 +136,7 @@ def test_at_the_end_of_its_groups_time_a_finished_execution_settles_as_finished(
     for session in (judged, running):
         session.chat("x")
     assert finalize(judged).status_code == 202
-    wait_for(lambda: len(harness.settlements("plan")) == 2)
+    until(lambda: len(harness.settlements("plan")) == 2)
     found = {s.member.member_index: s.status for s in harness.settlements("plan")}
     assert found == {0: "finalized", 1: "expired"}
 
@@ -180,6 +173,6 @@ def test_an_execution_past_its_time_leaves_rows_too_if_they_are_wanted(local_sto
     with live_gateway(local_store, config=config) as harness:
         harness.start_afresh()
         harness.open_session(timeout_s=0.2).chat("x")
-        wait_for(lambda: harness.settlements("plan"))
+        until(lambda: harness.settlements("plan"))
         assert harness.settlements("plan")[0].status == "expired"
         assert len(harness.rows("plan")) == 1

@@ -12,7 +12,7 @@ from model_runtime.layout import served_name
 from model_runtime.store import Store
 from tests.fakes import make_tokenizer_document
 from tests.gateway_harness import GatewayHarness, live_gateway, make_config
-from tests.unit.gateway.test_streaming import until
+from tests.waiting import until
 
 
 def user(text: str) -> dict[str, str]:

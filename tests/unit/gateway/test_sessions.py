@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -12,13 +10,7 @@ import pytest
 from model_runtime.errors import StoreUnavailableError
 from model_runtime.store import Store
 from tests.gateway_harness import GatewayHarness, LiveSession, live_gateway, make_config
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
+from tests.waiting import until
 
 
 def refusal(answer: httpx.Response) -> tuple[int, str]:
@@ -188,10 +180,10 @@ def test_a_call_that_runs_at_finalize_is_a_conflict_and_not_recorded(harness: Ga
     harness.server.delay_s = 3.0
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(lambda: session.chat("y"))
-        wait_for(lambda: len(harness.server.requests) == 2)
+        until(lambda: len(harness.server.requests) == 2)
         assert session.finalize(1.0)["num_rows"] == {"plan": 1}
         assert refusal(late.result(5)) == (409, "conflict")
-    wait_for(lambda: harness.server.aborted)
+    until(lambda: harness.server.aborted)
 
 
 @pytest.mark.parametrize("status", ["aborted", "expired", "infra"])
@@ -208,7 +200,7 @@ def test_an_aborted_execution_settles_without_rows(harness: GatewayHarness, stat
 def test_an_execution_past_its_time_expires(harness: GatewayHarness) -> None:
     session = harness.open_session(timeout_s=0.2)
     session.chat("x")
-    wait_for(lambda: harness.settlements("plan"))
+    until(lambda: harness.settlements("plan"))
     assert harness.settlements("plan")[0].status == "expired"
     assert session.finalize(1.0)["status"] == "expired"
     assert refusal(session.chat("x")) == (409, "conflict")
@@ -222,10 +214,10 @@ def test_a_group_past_its_time_settles_open_members_and_those_that_never_began(
     done = harness.open_session(0, group_size=3)
     done.finalize(1.0)
     harness.open_session(1, group_size=3).chat("x")
-    wait_for(lambda: len(harness.settlements("plan")) == 3)
+    until(lambda: len(harness.settlements("plan")) == 3)
     found = {s.member.member_index: s.status for s in harness.settlements("plan")}
     assert found == {0: "finalized", 1: "expired", 2: "expired"}
-    wait_for(lambda: "short" not in harness.gateway.sessions._groups)
+    until(lambda: "short" not in harness.gateway.sessions._groups)
     again = harness.http.post(
         "/groups", json={"group_id": "short", "group_size": 3, "wait_s": 0}, headers=harness.admin
     )

@@ -15,6 +15,7 @@ import pytest
 from gateway.text_stream import MAX_HELD_TOKENS, TextStream
 from tests.fakes import make_tokenizer
 from tests.gateway_harness import GatewayHarness, LiveSession
+from tests.waiting import until
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 PATH = "agents/planner/v1/chat/completions"
@@ -23,13 +24,6 @@ PATH = "agents/planner/v1/chat/completions"
 def client_of(session: LiveSession, **options: Any) -> openai.OpenAI:
     url = f"{session.base_url}/agents/planner/v1"
     return openai.OpenAI(base_url=url, api_key=session.api_key, **options)
-
-
-def until(condition: Any, what: str, limit_s: float = 5.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 def chains_of(session: LiveSession) -> list[Any]:
