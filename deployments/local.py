@@ -125,15 +125,15 @@ class LocalStack:
     async def tend(self) -> None:
         """Start a server that died or hangs again, on its port: the flows ride out its absence. Raises
         ProcessError when that happens too often, or when the runner died."""
-        trouble = await self._server_trouble()
-        if trouble is not None:
+        while (trouble := await self._server_trouble()) is not None:
             if time.monotonic() - self._server_started_at > SERVER_STABLE_S:
                 self._server_restarts = 0
-            if self._server_restarts < MAX_SERVER_RESTARTS:
-                self._server_restarts += 1
-                self.say(f"Prefect server: {trouble}; starting it again, the run goes on meanwhile")
-                if await self._server_listens(await self._spawn_server(self._port), self._port):
-                    return
+            if self._server_restarts == MAX_SERVER_RESTARTS:
+                break
+            self._server_restarts += 1
+            self.say(f"Prefect server: {trouble}; starting it again, the run goes on meanwhile")
+            if await self._server_listens(await self._spawn_server(self._port), self._port):
+                return
         self.check_alive()
 
     async def _server_trouble(self) -> str | None:
@@ -157,10 +157,13 @@ class LocalStack:
         return f"silent for {self._server_silent_s:.0f} s"
 
     async def _server_listens(self, server: ChildProcess, port: int) -> bool:
-        """Wait until it is this server that answers; False when another process has its port."""
+        """Wait until it is this server that answers; False when another process has its port, or it is
+        killed. Raises ProcessError when it ends by itself or takes too long."""
         until = time.monotonic() + SERVER_LIMIT_S
         while not (await self.api.healthy() and _listens(server.pid, port)):
-            if server.returncode is not None and "address already in use" in server.log_tail(60):
+            if server.returncode is not None and (
+                server.returncode < 0 or "address already in use" in server.log_tail(60)
+            ):
                 return False
             self.check_alive()
             if time.monotonic() > until:

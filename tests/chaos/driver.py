@@ -181,6 +181,7 @@ class ChaosRun:
             if self.up.process.poll() == 0:
                 self.say(f"no {fault.role} to hit: the run is over")
                 return
+            assert self.up.process.poll() is None, f"`repertory up` ended:\n{self.up.output()[-2000:]}"
             assert time.monotonic() < until, f"there was no {fault.role} for {VICTIM_LIMIT_S:.0f} s"
         self.say(f"{fault} (pid {victim.pid})")
         self.outcome.faults.append(fault)

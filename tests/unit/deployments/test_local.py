@@ -99,6 +99,7 @@ class Trouble:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("REPERTORY_HOME", str(tmp_path))
         self.now, self.healthy, self.said = 0.0, True, list[str]()
+        self.num_killed_at_start = 0
         self.stack = LocalStack(CONFIG, self.said.append)
         self.stack.server = Server()  # type: ignore[assignment]
         self.stack.api = SimpleNamespace(healthy=self._healthy)  # type: ignore[assignment]
@@ -116,6 +117,10 @@ class Trouble:
         return self.stack.server
 
     async def _listens(self, server: Any, port: int) -> bool:
+        if self.num_killed_at_start:
+            self.num_killed_at_start -= 1
+            server.returncode = -9
+            return False
         return True
 
     async def pass_time(self, seconds: int) -> None:
@@ -156,6 +161,38 @@ async def test_a_prefect_server_that_lived_long_earns_its_restarts_back(
         await trouble.die()
     with pytest.raises(ProcessError, match="Prefect server died"):
         await trouble.die()
+
+
+async def test_a_prefect_server_that_is_killed_while_it_starts_again_is_started_once_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trouble = Trouble(monkeypatch, tmp_path)
+    trouble.num_killed_at_start = 1
+    await trouble.die()
+    assert len(trouble.said) == 2
+    trouble.num_killed_at_start = MAX_SERVER_RESTARTS
+    with pytest.raises(ProcessError, match="Prefect server died"):
+        await trouble.die()
+    assert len(trouble.said) == MAX_SERVER_RESTARTS
+
+
+async def test_a_prefect_server_that_is_killed_while_it_first_starts_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("REPERTORY_HOME", str(tmp_path))
+    stack = LocalStack(CONFIG, lambda _: None)
+    stack.api = SimpleNamespace(healthy=_never)  # type: ignore[assignment]
+    killed = Server()
+    killed.returncode = -9  # type: ignore[misc]
+    assert not await stack._server_listens(killed, 4200)  # type: ignore[arg-type]
+    killed.returncode = 1  # type: ignore[misc]
+    stack.server = killed  # type: ignore[assignment]
+    with pytest.raises(ProcessError, match="its last words"):
+        await stack._server_listens(killed, 4200)  # type: ignore[arg-type]
+
+
+async def _never() -> bool:
+    return False
 
 
 def test_the_dashboard_is_beside_the_api() -> None:
