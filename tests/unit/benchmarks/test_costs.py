@@ -1,4 +1,4 @@
-"""What the benchmarks of evaluations and of reporting conclude from what was recorded."""
+"""What the benchmark of reporting concludes from what was recorded."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def test_a_window_of_reporting_runs_from_its_first_publish_to_its_last() -> None
     assert window.stood_ms == pytest.approx(300), "a second a step, of which 0.7 are accounted for"
 
 
-def test_steps_are_lost_against_the_windows_before_and_after() -> None:
-    def of(steps_per_s: float, *, reported: bool = False) -> reporting_cost.Window:
-        return reporting_cost.Window(reported, 10, steps_per_s, 0, 0, 0, 0)
+def test_a_loss_is_what_a_step_takes_longer_than_in_the_windows_before_and_after() -> None:
+    def of(cpu_ms: float, stood_ms: float, *, reported: bool = False) -> reporting_cost.Window:
+        return reporting_cost.Window(reported, 10, 1.0, cpu_ms, stood_ms, 0, 0)
 
-    slower = [of(4.0), of(3.6, reported=True), of(3.5), of(3.0, reported=True), of(2.5)]
-    assert losses(slower) == [pytest.approx(0.04), pytest.approx(0.0)]
+    slower = [of(90, 10), of(94, 19, reported=True), of(95, 25), of(140, 0, reported=True), of(150, 10)]
+    assert losses(slower) == [pytest.approx(113 / 110 - 1), pytest.approx(0.0)]
