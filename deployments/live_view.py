@@ -59,6 +59,8 @@ def state_of(model: ModelStatus, renewal: ModelRenewal) -> str:
         return "syncing"
     if renewal.kind == "frozen":
         return "serving"
+    if renewal.trainer_state == "waiting" and 0 < renewal.limit <= renewal.queue.untrained_groups:
+        return "waits for agents"  # of older versions than it may go on without
     return {"running": "training", "waiting": "waiting for work"}.get(renewal.trainer_state or "", "") or (
         renewal.trainer_state or "serving"
     ).replace("_", " ")

@@ -86,6 +86,8 @@ def test_a_models_row_has_all_that_is_asked_of_it() -> None:
         ({"status": "syncing"}, "syncing"),
         ({"ready": False}, "not ready"),
         ({"trainer_state": "waiting"}, "waiting for work"),
+        ({"trainer_state": "waiting", "queue": QueueReport(untrained_groups=12)}, "waits for agents"),
+        ({"trainer_state": "running", "queue": QueueReport(untrained_groups=12)}, "training"),
         ({"trainer_state": "no_signal"}, "no signal"),
         ({"kind": "frozen", "trainer_state": None}, "serving"),
     ],
