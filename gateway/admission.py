@@ -435,6 +435,9 @@ class GroupAdmission:
             self._leave(request.group_id, decided)
         return self._state.answer(request)
 
+    def is_open(self, group_id: str) -> bool:
+        return group_id in self._state.open_groups
+
     def require_open(self, group_id: str) -> OpenGroup:
         """The open group. Raises ConflictError when it isn't open."""
         group = self._state.open_groups.get(group_id)

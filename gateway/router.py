@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from gateway.conversation import ChatCall, ChatReply, ConversationKey, DeltaSink
 from gateway.metrics import GatewayMetrics
 from gateway.route_table import AgentModelRouteTable
 from gateway.sampler import Sampled, Sampler, Sampling, or_ask_again
-from gateway.sampling import Settings, merge_settings, off_policy_settings
+from gateway.sampling import Settings, check_stop, merge_settings, off_policy_settings
 from gateway.session import Session
 from gateway.traced import trace_call
 from model_runtime.config import RunConfig
@@ -34,9 +34,6 @@ from model_runtime.tracing import Traces
 from model_runtime.types import Int32Array
 
 logger = logging.getLogger(__name__)
-
-MAX_STOPS = 64
-MAX_STOP_CHARS = 1_000
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +96,7 @@ class MultiModelGatewayRouter:
                 "rollout.tool_call_parser to vLLM's for this model family",
                 param="tools",
             )
-        _check_stop(call.stop)
+        check_stop(call.stop)
         if call.forces_call and session.is_training and not self._allow_off_policy:
             raise InvalidRequestError(
                 "tool_choice must be auto or none in a training session: a grammar forces the call, and its "
@@ -356,16 +353,6 @@ class MultiModelGatewayRouter:
             for choice in choices
         ]
         return msgspec.structs.replace(replies[0], siblings=tuple(replies[1:]))
-
-
-def _check_stop(stop: Sequence[str]) -> None:
-    """Every token is compared with all of them. Raises InvalidRequestError."""
-    if "" in stop:
-        raise InvalidRequestError("stop holds an empty text, which ends every answer", param="stop")
-    if len(stop) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in stop):
-        raise InvalidRequestError(
-            f"stop may hold {MAX_STOPS} texts of {MAX_STOP_CHARS} characters at most", param="stop"
-        )
 
 
 async def _together(samples: list[Coroutine[Any, Any, Sampled]]) -> list[Sampled]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.quoting import quoted
@@ -25,6 +25,9 @@ RANGES: dict[str, tuple[float, float, float | None]] = {
 _NEUTRAL = {name: neutral for name, (_, _, neutral) in RANGES.items() if neutral is not None}
 _INTEGERS = frozenset({"top_k", "seed", "max_tokens"})
 
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1_000
+
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raises InvalidRequestError naming the first setting that is unknown or out of range."""
@@ -42,6 +45,16 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise InvalidRequestError(
                 f"{name} must be from {low:g} to {high:g}, got {quoted(value)}", param=name
             )
+
+
+def check_stop(stop: Sequence[str]) -> None:
+    """Every token is compared with all of them. Raises InvalidRequestError."""
+    if "" in stop:
+        raise InvalidRequestError("stop holds an empty text, which ends every answer", param="stop")
+    if len(stop) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in stop):
+        raise InvalidRequestError(
+            f"stop may hold {MAX_STOPS} texts of {MAX_STOP_CHARS} characters at most", param="stop"
+        )
 
 
 def merge_settings(

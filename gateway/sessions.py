@@ -461,15 +461,8 @@ class SessionRegistry:
             writer=writer,
             seq=seq,
         )
-        if not self._is_open(key.group_id):
+        if not self._admission.is_open(key.group_id):
             del self._groups[key.group_id]
-
-    def _is_open(self, group_id: str) -> bool:
-        try:
-            self._admission.require_open(group_id)
-        except ConflictError:
-            return False
-        return True
 
     def trajectories_so_far(self, session: Session) -> list[Trajectory]:
         """What an open session would leave if it were finalized now."""

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gateway import session as sessions
-from gateway.router import MAX_STOP_CHARS, MAX_STOPS
 from gateway.routes.serving import MAX_COMMAS
+from gateway.sampling import MAX_STOP_CHARS, MAX_STOPS
 from tests.gateway_harness import GatewayHarness, LiveSession
 from tests.unit.gateway.test_rollback import user
 
