@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 import httpx
 from prefect.client.orchestration import get_client
-from prefect.exceptions import PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Cancelling
 
 from model_runtime.protocol import GatewayStatus
@@ -76,6 +76,9 @@ async def _end_if_begun(child: Child, limit_s: float) -> None:
             reason = f"nothing was heard of {child.role} for {child.silent_s:.0f} s; ending its process"
             log.error("%s", reason)
             await client.set_flow_run_state(child.flow_run_id, Cancelling(message=reason))
+    except ObjectNotFound:  # deleted by somebody, with nothing left to end it by
+        log.warning("%s is silent, and its flow run is gone from Prefect", child.role)
+        return
     except (httpx.HTTPError, PrefectHTTPStatusError, TimeoutError) as error:  # Prefect is away: tried again
         log.warning("%s could not be ended yet: %s", child.role, error)
         return

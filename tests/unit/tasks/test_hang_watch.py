@@ -8,6 +8,7 @@ from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled
 
 from tasks import children
@@ -21,7 +22,7 @@ class Prefect:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, began_s: float | None) -> None:
         self.asked: list[tuple[UUID, str, str | None]] = []
-        self.began_s = began_s
+        self.began_s, self.is_deleted = began_s, False
         monkeypatch.setattr(module, "get_client", lambda: self)
 
     async def __aenter__(self) -> Prefect:
@@ -31,6 +32,8 @@ class Prefect:
         return None
 
     async def read_flow_run(self, flow_run_id: UUID) -> FlowRun:
+        if self.is_deleted:
+            raise ObjectNotFound(Exception(str(flow_run_id)))
         began_at = None if self.began_s is None else datetime.now(UTC) - timedelta(seconds=self.began_s)
         return FlowRun.model_construct(id=flow_run_id, start_time=began_at)
 
@@ -83,3 +86,13 @@ async def test_a_child_that_waits_for_a_worker_is_not_silent(monkeypatch: pytest
     await _end_if_begun(waiting, 180.0)
     assert waiting.silent_s < 30.0, "its silence counts from when its process began"
     assert prefect.asked == []
+
+
+async def test_a_silent_child_whose_flow_run_was_deleted_does_not_end_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prefect = Prefect(monkeypatch, began_s=300.0)
+    prefect.is_deleted = True
+    deleted = silent_child(200.0)
+    await _end_if_begun(deleted, 180.0)
+    assert (deleted.ending, prefect.asked) == (False, [])
