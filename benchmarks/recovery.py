@@ -32,6 +32,7 @@ from deployments.home import admin_key
 from model_runtime.coordinator import read_run
 from model_runtime.layout import number_in
 from tests.chaos.driver import LAYOUT, MODELS, ChaosRun
+from tests.chaos.store_faults import BreakableStore
 from tests.chaos.victims import ROLES, Fault
 
 NOTHING = "nothing"
@@ -92,7 +93,7 @@ class Rehearsal(ChaosRun):
 def rehearse(folder: Path, roles: list[str], repeats: int) -> list[Recovery]:
     os.environ["REPERTORY_HOME"] = str(folder / "home")
     run = Rehearsal(
-        folder, 0, max_steps=MANY_STEPS, limit_s=float("inf"), proxy=None, url=str(folder / "runs")
+        folder, 0, max_steps=MANY_STEPS, limit_s=float("inf"), breakable=BreakableStore(str(folder / "runs"))
     )
     found = []
     try:

@@ -3,8 +3,11 @@ the books.
 
     python -m tests.chaos.driver --seeds 1 2 3 --faults 8
     python -m tests.chaos.driver --seeds 4 --roles prefect-database prefect-server --stop-s 60
-    python -m tests.chaos.driver --seeds 4 --s3 env-file      # through a proxy that breaks what passes
+    python -m tests.chaos.driver --seeds 4 --s3 env-file --roles store trainer gateway
+    python -m tests.chaos.driver --seeds 4 --s3 env-file --roles store-daemon gateway \\
+        --s3-daemons radosgw ceph-osd ceph-mon --s3-restart "start-the-store folder"
 
+A store is behind a proxy that can be down, silent or slow, or refuses a tenth of what passes.
 Exits with 1 when a run lost a finalized trajectory, trained one twice, gave a version's number to another
 adapter, left a process behind, or did not complete.
 """
@@ -23,8 +26,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,11 +42,10 @@ from model_runtime.layout import RunLayout, number_in
 from model_runtime.store import Store, open_store
 from model_runtime.summary import RunSummary
 from model_runtime.trajectory_log import decode_shard
+from tests.chaos.store_faults import BreakableStore, store_of
 from tests.chaos.victims import ENDS_THE_LAUNCH, OF_THINGS, ROLES, Fault, find, hit, schedule
 from tests.e2e import quickstart
 from tests.e2e.quickstart import below_the_bar
-from tests.fakes import read_env_file
-from tests.faulty_proxy import FaultyProxy
 from tests.integration.test_prefect_lifecycle import QUICKSTART, Up
 from tests.marked_processes import MARK
 
@@ -73,6 +74,7 @@ class Outcome:
     trained_twice: int = 0
     versions_reused: int = 0
     orphans: int = 0
+    longest_pause_s: float = 0.0  # between two versions of a model, as seen in the store
     below_bar: list[str] | None = None  # None: this run was not to learn
     wrong: list[str] = field(default_factory=list)
 
@@ -87,26 +89,25 @@ class ChaosRun:
         *,
         max_steps: int,
         limit_s: float,
-        proxy: FaultyProxy | None,
-        url: str,
+        breakable: BreakableStore,
         learns: bool = False,
     ) -> None:
         """`learns`: with the quickstart's own settings, and held against its bar."""
-        self.folder, self.limit_s, self.proxy, self.learns = folder, limit_s, proxy, learns
+        self.folder, self.limit_s, self.learns = folder, limit_s, learns
+        self.breakable, url = breakable, breakable.url
         self.outcome = Outcome(seed)
         self.began = time.monotonic()
         self._draw = random.Random(seed)
-        self._store_url = url
         write = write_learning_config if learns else write_config
         self._config = write(folder, max_steps=max_steps, store_url=url)
         self._witness = folder / "witness.jsonl"
         self._launches: list[Up] = []
         self._stopped: list[tuple[float, psutil.Process, Fault]] = []
-        self._store_well_at = 0.0
         self._database: sqlite3.Connection | None = None
         self._database_free_at = 0.0
         self._versions: dict[tuple[str, int], str] = {}
         self._looked = 0.0
+        self._newest_at: dict[str, float] = {}
         self.store: Store = open_store(StoreConfig(url=url))
         # A look at a store that is broken must not keep the driver from mending it in time.
         hasty = StoreConfig(url=url, max_attempts=1, read_timeout_s=2.0, operation_timeout_s=3.0)
@@ -166,8 +167,9 @@ class ChaosRun:
             assert self.up.process.poll() is None, f"ended before it was hit:\n{self.up.output()[-3000:]}"
 
     def strike(self, fault: Fault) -> None:
-        if fault.role == "store":
-            self.break_store(fault)
+        if fault.role in ("store", "store-daemon"):
+            self.say(self.breakable.break_it(fault))
+            self.outcome.faults.append(fault)
             return
         if fault.role == "prefect-database":
             self.lock_database(fault)
@@ -207,24 +209,6 @@ class ChaosRun:
             self.outcome.faults.remove(stop[2])
         return True
 
-    def break_store(self, fault: Fault) -> None:
-        assert self.proxy is not None, "a store can be broken only behind a proxy"
-        self.say(str(fault))
-        self.outcome.faults.append(fault)
-        self.heal_store()
-        if fault.how == "down":
-            self.proxy.down()
-        elif fault.how == "refuse":
-            self.proxy.refuse_share = 0.1
-        elif fault.how == "slow":
-            self.proxy.bytes_per_s = 1e6
-        else:
-            self.proxy.silent = True
-        self._store_well_at = time.monotonic() + fault.stop_s
-        self._down = fault.how == "down"
-
-    _down = False
-
     def lock_database(self, fault: Fault) -> None:
         """Nobody else can write to Prefect's SQLite meanwhile."""
         self.unlock_database()
@@ -237,13 +221,6 @@ class ChaosRun:
         if self._database is not None:
             self._database.close()
         self._database = None
-
-    def heal_store(self) -> None:
-        if self.proxy is not None:
-            self.proxy.heal()
-            if self._down:
-                self.proxy.up()
-        self._down, self._store_well_at = False, 0.0
 
     def after_the_end_of_a_launch(self) -> None:
         """Its processes all end by themselves; then the run is resumed."""
@@ -269,7 +246,7 @@ class ChaosRun:
             self.say(f"the launch ended with {self.up.process.poll()}")
             self.after_the_end_of_a_launch()
         assert self.up.process.poll() == 0, f"did not complete:\n{self.up.output()[-6000:]}"
-        self.heal_store()
+        self.breakable.mend()
         self.nothing_left()
 
     # ------------------------------------------------------------------ meanwhile
@@ -290,8 +267,7 @@ class ChaosRun:
         for stop in [s for s in self._stopped if s[0] <= now]:
             self._stopped.remove(stop)
             hit(stop[1], "SIGCONT")
-        if self._store_well_at and now > self._store_well_at:
-            self.heal_store()
+        self.breakable.tick()
         if self._database is not None and now > self._database_free_at:
             self.unlock_database()
         if now - self._looked > 1.0:
@@ -313,8 +289,16 @@ class ChaosRun:
                     data = self._looking.get(layout.version_marker(number))
                     document = VersionDocument.parse(data, source=f"v{number}")
                     self._versions[model_id, number] = document.sha256
+                    self._note_pause(model_id, number)
         except StoreError:
             return  # it is broken on purpose
+
+    def _note_pause(self, model_id: str, version: int) -> None:
+        now = time.monotonic()
+        if version > 1:  # v0 is there before training, v1 waits for servers to start
+            pause_s = round(now - self._newest_at[model_id], 1)
+            self.outcome.longest_pause_s = max(self.outcome.longest_pause_s, pause_s)
+        self._newest_at[model_id] = now
 
     def wake_all(self) -> None:
         for _, process, _ in self._stopped:
@@ -377,7 +361,7 @@ class ChaosRun:
 
     def clean_up(self) -> None:
         self.wake_all()
-        self.heal_store()
+        self.breakable.mend()
         self.unlock_database()
         for up in self._launches:
             if up.process.poll() is None:
@@ -445,18 +429,6 @@ def write_learning_config(folder: Path, *, max_steps: int, store_url: str) -> Pa
     )
 
 
-@contextmanager
-def store_of(folder: Path, env_file: Path | None, seed: int) -> Iterator[tuple[str, FaultyProxy | None]]:
-    """A local folder, or a prefix of a real bucket behind a proxy."""
-    if env_file is None:
-        yield str(folder / "runs"), None
-        return
-    values = read_env_file(env_file)
-    with FaultyProxy(values["AWS_ENDPOINT_URL"], seed=seed) as proxy:
-        os.environ.update(values | {"AWS_ENDPOINT_URL": proxy.url, "AWS_ENDPOINT_URL_S3": proxy.url})
-        yield f"s3://{values['S3_TEST_BUCKET']}/chaos-{uuid.uuid4().hex[:8]}", proxy
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -469,6 +441,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--limit-s", type=float, default=900.0, help="of each run")
     parser.add_argument("--s3", type=Path, help="env file of a real S3 endpoint")
+    parser.add_argument("--s3-daemons", nargs="+", default=[], help="names of its server's processes")
+    parser.add_argument("--s3-restart", default="", help="command that brings back those that were killed")
     parser.add_argument(
         "--folder", type=Path, help="kept; else a temporary one, kept when something is wrong"
     )
@@ -481,8 +455,8 @@ def main() -> int:
         folder.mkdir(parents=True)
         faults = schedule(seed, args.faults, roles=args.roles, hows=args.hows, stop_s=args.stop_s)
         print(f"seed {seed}: {', '.join(map(str, faults))}\n  in {folder}", file=sys.stderr, flush=True)
-        with store_of(folder, args.s3, seed) as (url, proxy):
-            run = ChaosRun(folder, seed, max_steps=args.steps, limit_s=args.limit_s, proxy=proxy, url=url)
+        with store_of(folder, args.s3, seed, daemons=args.s3_daemons, restart=args.s3_restart) as store:
+            run = ChaosRun(folder, seed, max_steps=args.steps, limit_s=args.limit_s, breakable=store)
             outcomes.append(run.run(faults))
         print(json.dumps(asdict(outcomes[-1]), indent=1), flush=True)
     bad = [o.seed for o in outcomes if o.wrong]

@@ -31,6 +31,7 @@ from rich.table import Table
 
 from benchmarks.rig.file_lock import holding
 from tests.chaos.driver import ChaosRun, Outcome
+from tests.chaos.store_faults import BreakableStore
 from tests.chaos.victims import ENDS_THE_LAUNCH, ROLES, Fault
 
 WANTED = {"SIGKILL": 10, "SIGTERM": 3, "SIGSTOP": 3}
@@ -120,8 +121,7 @@ def run_missing(
                 seed,
                 max_steps=steps,
                 limit_s=limit_s,
-                proxy=None,
-                url=str(folder / "runs"),
+                breakable=BreakableStore(str(folder / "runs")),
                 learns=True,
             )
             outcome = run.run(dealt)

@@ -7,7 +7,12 @@ can see it.
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import sqlite3
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -17,9 +22,15 @@ import pytest
 from model_runtime.books import ModelBooks
 from tests.chaos import matrix
 from tests.chaos.driver import ChaosRun, Outcome, missing_from, wrong_in
+from tests.chaos.store_faults import BreakableStore, Daemons
 from tests.chaos.victims import ENDS_THE_LAUNCH, ROLES, Fault, schedule
 
 SIGNALS = ["SIGKILL", "SIGKILL", "SIGTERM", "SIGSTOP"]
+
+
+def local_run(folder: Path, seed: int, *, max_steps: int, limit_s: float) -> ChaosRun:
+    store = BreakableStore(str(folder / "runs"))
+    return ChaosRun(folder, seed, max_steps=max_steps, limit_s=limit_s, breakable=store)
 
 
 @pytest.mark.integration
@@ -30,7 +41,9 @@ def test_a_run_under_a_seeded_schedule_of_faults_completes_and_its_books_balance
     tmp_path: Path, seed: int
 ) -> None:
     faults = schedule(seed, 5, roles=ROLES, hows=SIGNALS, stop_s=20.0)
-    run = ChaosRun(tmp_path, seed, max_steps=12, limit_s=1500.0, proxy=None, url=str(tmp_path / "runs"))
+    run = ChaosRun(
+        tmp_path, seed, max_steps=12, limit_s=1500.0, breakable=BreakableStore(str(tmp_path / "runs"))
+    )
     outcome = run.run(faults)
     assert outcome.wrong == []
     assert outcome.witnessed > 0
@@ -47,7 +60,9 @@ def test_training_waits_for_neither_a_locked_database_of_prefects_nor_a_server_t
         Fault("prefect-database", "locked", 1.0, 45.0),
         Fault("prefect-server", "SIGSTOP", 50.0, 60.0),
     ]
-    run = ChaosRun(tmp_path, 1, max_steps=40, limit_s=1500.0, proxy=None, url=str(tmp_path / "runs"))
+    run = ChaosRun(
+        tmp_path, 1, max_steps=40, limit_s=1500.0, breakable=BreakableStore(str(tmp_path / "runs"))
+    )
     outcome = run.run(faults)
     assert outcome.wrong == []
     assert outcome.faults == faults
@@ -61,7 +76,7 @@ def test_a_database_is_locked_until_the_driver_lets_go(tmp_path: Path) -> None:
     writer.execute("PRAGMA journal_mode=WAL")
     writer.execute("CREATE TABLE t (n)")
     writer.close()
-    run = ChaosRun(tmp_path, 1, max_steps=1, limit_s=60.0, proxy=None, url=str(tmp_path / "runs"))
+    run = local_run(tmp_path, 1, max_steps=1, limit_s=60.0)
     run.lock_database(Fault("prefect-database", "locked", 0.0, 60.0))
     other = sqlite3.connect(path, timeout=0.05)
     with pytest.raises(sqlite3.OperationalError, match="locked"):
@@ -69,6 +84,23 @@ def test_a_database_is_locked_until_the_driver_lets_go(tmp_path: Path) -> None:
     run.unlock_database()
     other.execute("INSERT INTO t VALUES (1)")
     other.close()
+
+
+def test_a_daemon_of_the_store_is_killed_and_brought_back_when_its_time_is_over(tmp_path: Path) -> None:
+    name = f"stored-{os.getpid()}"
+    program = shutil.copy(shutil.which("sleep") or "", tmp_path / name)
+    process = subprocess.Popen([program, "600"])
+    back = tmp_path / "back"
+    daemons = Daemons([name], [sys.executable, "-c", f"open({str(back)!r}, 'w')"])
+    store = BreakableStore("unused", daemons=daemons)
+    store.break_it(Fault("store-daemon", "killed", 0.0, 0.0))
+    assert process.wait(10) == -signal.SIGKILL
+    assert not back.exists()
+    store.tick()
+    store.mend()
+    assert back.exists()
+    with pytest.raises(AssertionError, match=f"no process is named any of {name}"):
+        store.break_it(Fault("store-daemon", "killed", 0.0, 0.0))
 
 
 def test_a_seed_names_one_schedule() -> None:

@@ -17,8 +17,12 @@ from tests.integration.test_prefect_lifecycle import Up
 
 FLOWS = ("parent", "runtime", "rollout")
 ROLES = (*FLOWS, "trainer", "vllm-api", "vllm-engine", "gateway", "serve", "prefect-server")
-OF_THINGS = {"store": ("down", "refuse", "slow", "silent"), "prefect-database": ("locked",)}
-"""What may be broken that is no process, and how."""
+OF_THINGS = {
+    "store": ("down", "refuse", "slow", "silent"),
+    "store-daemon": ("killed",),
+    "prefect-database": ("locked",),
+}
+"""What may be broken that is none of the run's processes, and how."""
 ENDS_THE_LAUNCH = ("parent", "serve")
 """Roles whose death ends `repertory up`: the run goes on by `--resume`."""
 
@@ -28,7 +32,7 @@ class Fault:
     """One thing that goes wrong, `after_s` after the one before it."""
 
     role: str
-    how: str  # SIGKILL, SIGTERM, SIGSTOP; `store`: down, refuse, slow, silent; `prefect-database`: locked
+    how: str  # SIGKILL, SIGTERM, SIGSTOP, or one of OF_THINGS
     after_s: float
     stop_s: float = 0.0  # how long it lasts, where it ends by itself
 

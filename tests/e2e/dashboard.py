@@ -44,8 +44,9 @@ class Dashboard:
     def submit(self) -> None:
         """Send the form; the deployment's page comes back once the server has taken it.
 
-        Pressed again when the dashboard says that it wasn't taken: a Prefect server on SQLite answers 503 when
-        somebody else wrote while it read the deployment, and unlike Prefect's client the dashboard asks once.
+        Pressed again when the dashboard says that it wasn't taken: a Prefect server on SQLite answers 503
+        when somebody else wrote while it read the deployment, and unlike Prefect's client the dashboard asks
+        once.
         """
         taken = re.compile(r"/deployments/deployment/[0-9a-f-]+(\?|$)")
         for _ in range(MAX_PRESSES):
