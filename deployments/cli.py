@@ -19,6 +19,7 @@ from model_runtime.errors import ConfigError, RepertoryError, RunFailedError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from model_runtime.documents import RunDocument
     from model_runtime.store import Store
     from model_runtime.summary import RunSummary
 
@@ -77,7 +78,13 @@ def up(
     for warning in settings.warnings():
         screen.print(f"[yellow]warning:[/yellow] {warning}", highlight=False, soft_wrap=True)
     _require_machine(settings)
-    _require_run(settings, name, resume=resume is not None, given=run_id is not None)
+    before = _require_run(settings, name, resume=resume is not None, given=run_id is not None)
+    if (finished := _finished(settings, before)) is not None:
+        _show_summary(screen, finished, json=json)
+        where = path or "its config"
+        how = f"raise max_steps or workflow.epochs in {where} and resume it with that file"
+        screen.print(f"{name} is complete; to train on, {how}", highlight=False, soft_wrap=True)
+        return
     again = f"{command()} up {path or ''}".rstrip() + f" --resume {name}"
     _follow_run(screen, settings, path, name, again, json=json, ui=ui, keep_ui=keep_ui)
 
@@ -92,9 +99,9 @@ def _require_machine(settings: RunConfig) -> None:
         raise ConfigError("this machine can't run it:\n" + "\n".join(lines))
 
 
-def _require_run(settings: RunConfig, name: str, *, resume: bool, given: bool) -> None:
-    """Raise ConfigError for a new run under a name that is taken, and for an old one that isn't there or
-    can't go on under this config."""
+def _require_run(settings: RunConfig, name: str, *, resume: bool, given: bool) -> RunDocument | None:
+    """The run's document, None for a new run. Raises ConfigError for a new run under a name that is taken,
+    and for an old one that isn't there or can't go on under this config."""
     from model_runtime.coordinator import refuse_unsafe_resume
     from model_runtime.layout import RunLayout
     from model_runtime.store import open_store
@@ -104,6 +111,18 @@ def _require_run(settings: RunConfig, name: str, *, resume: bool, given: bool) -
         raise ConfigError(f"--resume: no run {name!r} in {settings.store.url}")
     if given and before is not None:
         raise ConfigError(f"--run-id: {name!r} exists in {settings.store.url}; go on with it by --resume")
+    return before
+
+
+def _finished(settings: RunConfig, before: RunDocument | None) -> RunSummary | None:
+    """The summary of a run that completed under these very settings: nothing is left of it to do."""
+    if before is None or before.state != "completed" or before.config != settings.model_dump(mode="json"):
+        return None
+    from model_runtime.layout import RunLayout
+    from model_runtime.store import open_store
+    from model_runtime.summary import read_summary
+
+    return read_summary(open_store(settings.store), RunLayout(before.run_id))
 
 
 def _what_to_run(
@@ -138,21 +157,11 @@ def _follow_run(
 ) -> None:
     screen.print(f"run {name}: starting (Ctrl-C stops it; it can be resumed)", highlight=False)
     from deployments.local import Launch  # Prefect's client: a second or more to import
-    from deployments.summary_view import print_summary
     from deployments.up import Interrupted, TerminalView, run_interruptible, run_to_end
-
-    def show(summary: RunSummary) -> None:
-        if json:
-            sys.stdout.write(summary.model_dump_json(indent=1) + "\n")
-            sys.stdout.flush()
-            return
-        print_summary(screen, summary)
-        path_of_it = summary.summary_uri.removeprefix("file://")
-        screen.print(path_of_it, highlight=False, markup=False, soft_wrap=True)
 
     def show_and_stay(summary: RunSummary) -> None:
         view.close()
-        show(summary)
+        _show_summary(screen, summary, json=json)
         screen.print(f"the dashboard stays at {launch.stack.api.ui_url} until Ctrl-C", highlight=False)
 
     view = TerminalView(screen, run_id=name)
@@ -174,13 +183,29 @@ def _follow_run(
         screen.print(f"Go on with:\n  {again}", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(EXIT_FAILED) from None
     if not keep_ui:
-        show(summary)
+        _show_summary(screen, summary, json=json)
+
+
+def _show_summary(screen: Console, summary: RunSummary, *, json: bool) -> None:
+    if json:
+        sys.stdout.write(summary.model_dump_json(indent=1) + "\n")
+        sys.stdout.flush()
+        return
+    from deployments.summary_view import print_summary
+
+    print_summary(screen, summary)
+    path_of_it = summary.summary_uri.removeprefix("file://")
+    screen.print(path_of_it, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
 def validate(config: ConfigArgument) -> None:
     """Check a file: wrong fields with their values and what is allowed. Paths are looked at by `doctor`."""
     settings = load_config(config)
+    if settings.evaluation.cron is not None:
+        from deployments.registration import cron_schedule  # Prefect's own reading: a second or two to import
+
+        cron_schedule(settings.evaluation.cron)
     screen = console()
     for model in settings.models:
         agents = [agent for agent, model_id in settings.agent_to_model.items() if model_id == model.model_id]

@@ -103,15 +103,19 @@ def _show(deployment: RunnerDeployment, values: dict[str, Any]) -> None:
     deployment._parameter_openapi_schema = schema.model_copy(update={"properties": properties})
 
 
+def cron_schedule(expression: str) -> CronSchedule:
+    """As Prefect reads it. Raises ConfigError for what is no cron expression."""
+    try:
+        return CronSchedule(cron=expression)
+    except ValueError as error:
+        raise ConfigError(f"evaluation.cron: {expression!r} is no cron expression: {error}") from None
+
+
 def _schedules(config: RunConfig, newest: list[dict[str, str]]) -> list[DeploymentScheduleCreate]:
-    """Under names by which deploying again replaces them. Raises ConfigError for a bad expression."""
+    """Under names by which deploying again replaces them. Raises ConfigError as `cron_schedule` does."""
     wanted, found = config.evaluation, []
     if wanted.cron is not None:
-        try:
-            schedule = CronSchedule(cron=wanted.cron)
-        except ValueError as error:
-            raise ConfigError(f"evaluation.cron: {wanted.cron!r} is no cron expression: {error}") from None
-        found.append((SCHEDULE, schedule, {"versions": newest}))
+        found.append((SCHEDULE, cron_schedule(wanted.cron), {"versions": newest}))
     if wanted.interval_s is not None:
         every = IntervalSchedule(interval=timedelta(seconds=wanted.interval_s))
         found.append((SCHEDULE, every, {"versions": newest}))

@@ -16,6 +16,7 @@ from model_runtime.coordinator import begin_run, update_run
 from model_runtime.errors import ConfigError
 from model_runtime.layout import RunLayout
 from model_runtime.store import open_store
+from model_runtime.summary import summarize
 
 GOOD = """
 multi_model:
@@ -206,3 +207,34 @@ def test_a_name_that_is_taken_and_one_that_is_not_there_are_told_apart(config_fi
     cli._require_run(config, "run-1", resume=True, given=False)
     with pytest.raises(ConfigError, match="--run-id: 'run-1' exists"):
         cli._require_run(config, "run-1", resume=False, given=True)
+
+
+def test_a_run_that_is_complete_is_shown_and_not_started_again(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, layout = known_run(config_file), RunLayout("run-1")
+    store = open_store(config.store)
+    begin_run(store, layout, config, epoch=1)
+    monkeypatch.setattr(cli, "_require_machine", lambda settings: None)
+    monkeypatch.setattr(cli, "_follow_run", lambda *_, **__: print("started"))
+
+    def resumed() -> str:
+        return runner.invoke(cli.app, ["up", str(config_file), "--resume", "run-1"]).output
+
+    assert "started" in resumed()
+    summary = summarize(store, layout, config, started_at=1.0, failures={})
+    store.put(layout.summary(), summary.model_dump_json().encode())
+    update_run(store, layout, epoch=1, state="completed")
+    assert "run-1 is complete; to train on, raise max_steps or workflow.epochs" in resumed()
+    assert "started" not in resumed()
+    config_file.write_text(GOOD.replace("models/planner", "models/planner, max_steps: 2000"))
+    assert "started" in resumed()
+
+
+def test_validate_refuses_what_is_no_cron_expression(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_file.write_text(GOOD + "evaluation: {cron: now and then}\nworkflow: {held_out_tasks: t.jsonl}\n")
+    code, _, err = run_main(monkeypatch, capsys, "validate", str(config_file))
+    assert code == 2
+    assert "evaluation.cron: 'now and then' is no cron expression" in err
