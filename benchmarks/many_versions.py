@@ -69,12 +69,13 @@ class PlayedRuntime:
     model_id, run_id, incarnation = "tiny", "run-1", 1
     stop_reason: str | None = None
 
-    def __init__(self, folder: Path, *, num_versions: int, pace_s: float) -> None:
+    def __init__(self, folder: Path, *, num_versions: int, pace_s: float, settle_s: float = SETTLE_S) -> None:
         self.published_version: int | None = None
         self.checkpoint_step: int | None = None
         self.trainer_status: TrainerStatus | None = None
         self.sizes_bytes: list[int] = []
-        self._folder, self._num_versions, self._pace_s = folder, num_versions, pace_s
+        self._folder, self._num_versions = folder, num_versions
+        self._pace_s, self._settle_s = pace_s, settle_s
         self.config = run_config(folder)
         self._store = open_store(self.config.store)
         self._layout = RunLayout(self.run_id).model(self.model_id)
@@ -112,8 +113,8 @@ class PlayedRuntime:
         await asyncio.to_thread(self._syncs.append, row)
         self.published_version = version
         if version % (self._num_versions // NUM_PARTS) == 0:
-            await asyncio.sleep(SETTLE_S)
-            self.sizes_bytes.append(await asyncio.to_thread(_database_bytes, self._folder))
+            await asyncio.sleep(self._settle_s)
+            self.sizes_bytes.append(await asyncio.to_thread(database_bytes, self._folder))
 
     async def serve_until_stopped(self) -> str:
         return "the run is over"
@@ -137,7 +138,7 @@ def _manifest(step: int) -> CheckpointDocument:
     )
 
 
-def _database_bytes(folder: Path) -> int:
+def database_bytes(folder: Path) -> int:
     """Bytes in use; what SQLite keeps for later does not count."""
     with sqlite3.connect(f"file:{folder / 'prefect.db'}?mode=ro", uri=True, timeout=30) as database:
         pages, free, size = (
@@ -147,7 +148,7 @@ def _database_bytes(folder: Path) -> int:
     return (pages - free) * size
 
 
-def play(folder: Path, num_versions: int, pace_s: float) -> None:
+def play(folder: Path, num_versions: int, pace_s: float, settle_s: float) -> None:
     """A run of the model's deployment, in a process that talks to the server as a worker's would."""
     from prefect import flow
     from prefect.client.orchestration import get_client
@@ -155,7 +156,7 @@ def play(folder: Path, num_versions: int, pace_s: float) -> None:
 
     from flows.model_runtime import live
 
-    runtime = PlayedRuntime(folder, num_versions=num_versions, pace_s=pace_s)
+    runtime = PlayedRuntime(folder, num_versions=num_versions, pace_s=pace_s, settle_s=settle_s)
     found: dict[str, Any] = {}
 
     @flow(name="model-runtime", persist_result=False)
@@ -276,9 +277,10 @@ def main() -> int:
     parser.add_argument("--pictures", type=Path, help="folder for what the pages looked like")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--play", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--settle-s", type=float, default=SETTLE_S, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.play is not None:
-        play(arguments.play, arguments.versions, arguments.pace_s)
+        play(arguments.play, arguments.versions, arguments.pace_s, arguments.settle_s)
         return 0
     with tempfile.TemporaryDirectory(prefix="many-versions-") as folder:
         if arguments.folder is not None:

@@ -19,6 +19,7 @@ from tasks.checkpoint import record_checkpoint
 from tasks.credentials import load_credentials
 from tasks.lifecycle import Stopped, run_watched, to_the_end
 from tasks.metrics import ModelReporter
+from tasks.narrator import Narrator, narrating
 from tasks.publish import publish
 from tasks.reporting import announce
 from tasks.rollout_server import serve, start_server, start_trainer
@@ -64,6 +65,11 @@ async def model_runtime(
 
 async def live(core: ModelAsyncRuntime, config: RunConfig) -> str:
     """Start, train and publish until no more versions come, then serve until stopped; the reason."""
+    async with narrating() as narrator:
+        return await _live(core, config, narrator)
+
+
+async def _live(core: ModelAsyncRuntime, config: RunConfig, narrator: Narrator) -> str:
     model = config.model(core.model_id)
     store, layout = open_patient_store(config.store), RunLayout(core.run_id)
     who = {"model_id": core.model_id, "run_id": core.run_id, "config": config.name}
@@ -72,7 +78,7 @@ async def live(core: ModelAsyncRuntime, config: RunConfig) -> str:
     reporting = asyncio.create_task(reporter.run())
     try:
         await asyncio.gather(start_server(core), start_trainer(core), make_limit(config))
-        await _train_and_publish(core, store, layout)
+        await _train_and_publish(core, narrator, store, layout)
         reason = await serve(core)
     except Exception as error:
         announce("model.failed", **who, reason=str(error)[:2000])
@@ -87,12 +93,14 @@ async def live(core: ModelAsyncRuntime, config: RunConfig) -> str:
     return reason
 
 
-async def _train_and_publish(core: ModelAsyncRuntime, store: Any, layout: RunLayout) -> None:
+async def _train_and_publish(
+    core: ModelAsyncRuntime, narrator: Narrator, store: Any, layout: RunLayout
+) -> None:
     recorded = core.checkpoint_step
     version = await first_version(core)
     while version is not None:
-        await publish(core, version)
-        version = await next_version(core, target=version + 1)
+        await narrator.run(publish, core, version)
+        version = await next_version(narrator, core, target=version + 1)
         if core.checkpoint_step is not None and core.checkpoint_step != recorded:
             recorded = core.checkpoint_step
-            await record_checkpoint(store, layout, core.model_id, recorded)
+            await narrator.run(record_checkpoint, store, layout, core.model_id, recorded)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
-import httpx
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import arun_deployment
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay, wait_exponential_jitter
 
 from tasks.lifecycle import final_runs
+from tasks.reporting import may_pass
 
 START_LIMIT_S = 300.0
 """Longest time one child's creation is tried: Prefect may be away for minutes, and be started again."""
@@ -72,7 +72,7 @@ async def start_child(child: Child) -> None:
     if "incarnation" in parameters:
         parameters["incarnation"] = child.incarnation
     attempts = AsyncRetrying(
-        retry=retry_if_exception(_passes),
+        retry=retry_if_exception(may_pass),
         wait=wait_exponential_jitter(multiplier=0.5, max=5.0),
         stop=stop_after_delay(START_LIMIT_S),
         reraise=True,
@@ -83,13 +83,6 @@ async def start_child(child: Child) -> None:
                 child.flow_run_id = (await _create(child, parameters, key)).id
     child.final, child.silent_s, child.ending = None, 0.0, False
     child.started_at = time.monotonic()
-
-
-def _passes(error: BaseException) -> bool:
-    """May another attempt do? What the server refuses for the request's own sake, it refuses again."""
-    if isinstance(error, PrefectHTTPStatusError):
-        return error.response.is_server_error or error.response.status_code in (408, 429)
-    return isinstance(error, (httpx.TransportError, TimeoutError))
 
 
 async def _create(child: Child, parameters: dict[str, Any], key: str) -> FlowRun:

@@ -7,7 +7,9 @@ import logging
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
+import httpx
 from prefect.events import emit_event
+from prefect.exceptions import PrefectHTTPStatusError
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,13 @@ async def tell(what: str, call: Awaitable[T], *, limit_s: float = CALL_LIMIT_S) 
     except Exception as error:  # any client error: the next report tries again
         log.warning("Prefect did not take %s: %s: %s", what, type(error).__name__, error)
     return None
+
+
+def may_pass(error: BaseException) -> bool:
+    """May another attempt do? What the server refuses for the request's own sake, it refuses again."""
+    if isinstance(error, PrefectHTTPStatusError):
+        return error.response.is_server_error or error.response.status_code in (408, 429)
+    return isinstance(error, (httpx.TransportError, TimeoutError))
 
 
 def announce(event: str, *, model_id: str, run_id: str, config: str = "", **payload: Any) -> None:

@@ -10,6 +10,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from model_runtime.runtime import ModelAsyncRuntime
+from tasks.narrator import Narrator
 
 NO_MORE_VERSIONS = "No more versions"
 """State of the last `train → v<n>`, which yields none."""
@@ -28,9 +29,9 @@ async def train_next(runtime: ModelAsyncRuntime, target: int) -> Any:
     return Completed(name=NO_MORE_VERSIONS, message=_why_none(runtime), data=None)
 
 
-async def next_version(runtime: ModelAsyncRuntime, target: int) -> int | None:
+async def next_version(narrator: Narrator, runtime: ModelAsyncRuntime, target: int) -> int | None:
     """`train_next`, as the flow asks it: the version, or None."""
-    outcome = await train_next(runtime, target)
+    outcome = await narrator.run(train_next, runtime, target)
     return None if isinstance(outcome, State) else outcome
 
 

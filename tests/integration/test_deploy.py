@@ -22,6 +22,7 @@ import httpx
 import pytest
 import yaml
 
+from benchmarks.many_versions import MAX_KIB, database_bytes, run_config
 from model_runtime.config import StoreConfig
 from model_runtime.evaluation import read_evaluations
 from model_runtime.layout import RunLayout
@@ -392,6 +393,37 @@ def test_a_flow_run_that_gives_no_sign_of_life_is_set_to_crashed_and_told(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_a_version_leaves_its_two_tasks_and_one_event_in_at_most_fifty_kib(
+    environment: dict[str, str], repertory: Command
+) -> None:
+    folder, num_versions = Path(environment["PREFECT_HOME"]), 40  # the played model is measured there
+    config = folder / "many.yaml"
+    config.write_text(yaml.safe_dump(run_config(folder).model_dump(mode="json", exclude_defaults=True)))
+    assert repertory("deploy", str(config), "--pool", POOL).returncode == 0
+    played: list[str] = [sys.executable, "-m", "benchmarks.many_versions", "--play", str(folder)]
+    played += ["--versions", str(num_versions), "--pace-s", "0.1", "--settle-s", "0"]
+    size_before = database_bytes(folder)
+    subprocess.run(played, env=environment, check=True, timeout=120, cwd=ROOT)
+    found = json.loads((folder / "found.json").read_text())
+    mine = {"flow_runs": {"id": {"any_": [found["flow_run_id"]]}}, "limit": 200}
+
+    runs = _post(environment, "task_runs/filter", mine).json()
+    states = {run["name"]: run["state_name"] for run in runs}
+    for version in range(1, num_versions + 1):
+        assert states.pop(f"train → v{version}") == states.pop(f"publish v{version}") == "Completed"
+    assert states.pop(f"train → v{num_versions + 1}") == "No more versions"
+    assert all(run["start_time"] <= run["end_time"] for run in runs if run["name"].startswith("train"))
+
+    def num_events(**named: list[str]) -> int:
+        of_run = {"related": {"id": [f"prefect.flow-run.{found['flow_run_id']}"]}, "event": named}
+        return _post(environment, "events/filter", {"filter": of_run, "limit": 1}).json()["total"]
+
+    until(lambda: num_events(name=["version.published"]) == num_versions + 1, limit_s=30)
+    by_engine = 4  # tasks that come once in the life of a model: server, trainer, first version, last one
+    assert num_events(prefix=["prefect.task-run."]) <= 3 * by_engine
+    assert (database_bytes(folder) - size_before) / num_versions < MAX_KIB * 1024
+
+
 def test_a_worker_runs_a_training_and_then_evaluates_its_versions(
     environment: dict[str, str], repertory: Command, tmp_path: Path
 ) -> None:

@@ -6,13 +6,14 @@ import asyncio
 from typing import Any
 
 import pytest
+from prefect import task
 from prefect.client.schemas.objects import State
 
 from flows import model_runtime as module
 from flows.model_runtime import live
 from model_runtime.config import RunConfig
 from model_runtime.errors import TrainerError
-from tasks import training
+from tasks.narrator import Narrator
 
 CONFIG = RunConfig.model_validate(
     {
@@ -65,19 +66,20 @@ class FakeRuntime:
 def story(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Tasks called as plain functions, and what Prefect would have been told."""
     told: list[str] = []
-    for name in ("start_server", "start_trainer", "first_version", "publish", "serve"):
+    for name in ("start_server", "start_trainer", "first_version", "serve"):
         monkeypatch.setattr(module, name, getattr(module, name).fn)
 
-    train_next = training.train_next.fn
+    run = Narrator.run
 
-    async def train(runtime: Any, target: int) -> Any:
-        outcome = await train_next(runtime, target)
+    async def narrated(self: Narrator, task: Any, *args: Any) -> Any:
+        outcome = await run(self, task, *args)
         if isinstance(outcome, State):
             told.append(f"{outcome.name}: {outcome.message}")
         return outcome
 
-    monkeypatch.setattr(training, "train_next", train)
+    monkeypatch.setattr(Narrator, "run", narrated)
 
+    @task(name="checkpoint")
     async def checkpoint(store: Any, layout: Any, model_id: str, step: int) -> None:
         told.append(f"checkpoint {step}")
 
