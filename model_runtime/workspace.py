@@ -69,7 +69,7 @@ class Workspace:
 
     def session_journal(self, epoch: int) -> Path:
         """Open sessions of the gateway of this epoch; for its next process."""
-        return _made(self.root / "sessions") / f"{epoch}.sqlite"
+        return _made(self.root / "sessions") / f"{epoch}.journal"
 
     def mailbox(self, model_id: str) -> Path:
         """The two files a runtime and its trainer speak through."""

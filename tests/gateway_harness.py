@@ -213,7 +213,7 @@ def live_gateway(
             epoch=1,
             incarnation=incarnation,
             admin_key=ADMIN_KEY,
-            journal=journal or folder / "1.sqlite",
+            journal=journal or folder / "1.journal",
         )
         protocol = bounded_protocol(gateway.config.gateway.max_header_bytes)
         live = LiveServer(create_app(gateway), http=protocol)

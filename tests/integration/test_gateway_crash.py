@@ -282,8 +282,8 @@ async def test_without_its_journal_sessions_are_lost_and_the_driver_runs_them_ag
 
     async def spoil() -> None:
         await world.until(20)
-        for file in journal.parent.iterdir():
-            file.write_bytes(b"no database" * 1000)
+        for file in journal.iterdir():
+            file.write_bytes(b"no journal" * 1000)
         await world.kill_gateway_when(20)
 
     driver = RolloutDriver(

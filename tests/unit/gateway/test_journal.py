@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ import numpy as np
 import pytest
 
 from gateway import journal as module
+from gateway import journal_files as files
 from gateway.calls import CallIdentity
 from gateway.chains import Point, SampledTurn, VersionSpan
 from gateway.codec import TextMark
 from gateway.conversation import ChatReply
 from gateway.journal import Append, Forget, Owned, SessionJournal, remove_older_journals
 from gateway.journal_events import GatesMoved, InfraMarked, OutcomeDecided, RewardGiven, TurnCommitted
+from gateway.journal_files import JournalFiles
 from model_runtime.errors import ConfigError
 from model_runtime.store import Store
 from tests.gateway_harness import live_gateway
@@ -36,7 +39,7 @@ LONG_S = 3600.0
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "sessions" / "3.sqlite"
+    return tmp_path / "sessions" / "3.journal"
 
 
 def journal_at(path: Path, *, run_id: str = "run", epoch: int = 3) -> SessionJournal:
@@ -138,20 +141,18 @@ async def test_what_is_written_together_is_one_write(path: Path) -> None:
     assert await read_again(path) == {"a": [reward(1)], "b": [reward(2)]}
 
 
-async def test_what_is_written_during_a_commit_is_the_next_one(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal, commit = await started(path), SessionJournal._commit
+async def test_what_comes_during_a_write_is_the_next_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, append = await started(path), JournalFiles.append
     has_begun, may_go_on = threading.Event(), threading.Event()
     batches: list[int] = []
 
-    def slow(self: SessionJournal, batch: list[Any]) -> None:
+    def slow(self: JournalFiles, batch: list[Any]) -> None:
         batches.append(len(batch))
         has_begun.set()
         assert may_go_on.wait(10)
-        commit(self, batch)
+        append(self, batch)
 
-    monkeypatch.setattr(SessionJournal, "_commit", slow)
+    monkeypatch.setattr(JournalFiles, "append", slow)
     monkeypatch.setattr(module, "MAX_BYTES_ON_LOOP", 0)
     journal.write(Append("a", reward(0)))
     journal.write(Append("a", reward(1)))
@@ -166,59 +167,63 @@ async def test_what_is_written_during_a_commit_is_the_next_one(
     assert await read_again(path) == {"a": [reward(value) for value in range(6)]}
 
 
-def note_threads(monkeypatch: pytest.MonkeyPatch, *, slow_commit_s: float = LONG_S) -> list[tuple[bool, int]]:
-    """Of each commit from now on: is it the event loop's, and how many rows it has."""
-    commit, noted, ours = SessionJournal._commit, [], threading.get_ident()
+def note_threads(monkeypatch: pytest.MonkeyPatch, *, slow_write_s: float = LONG_S) -> list[tuple[bool, int]]:
+    """Of each write from now on: is it the event loop's, and how many rows it has."""
+    append, noted, ours = JournalFiles.append, [], threading.get_ident()
 
-    def noting(self: SessionJournal, rows: list[Any]) -> None:
+    def noting(self: JournalFiles, rows: list[Any]) -> None:
         noted.append((threading.get_ident() == ours, len(rows)))
-        commit(self, rows)
+        append(self, rows)
 
-    monkeypatch.setattr(SessionJournal, "_commit", noting)
-    monkeypatch.setattr(module, "SLOW_COMMIT_S", slow_commit_s)
-    monkeypatch.setattr(module, "AFTER_SLOW_COMMIT_S", LONG_S)
+    monkeypatch.setattr(JournalFiles, "append", noting)
+    monkeypatch.setattr(module, "SLOW_WRITE_S", slow_write_s)
+    monkeypatch.setattr(module, "AFTER_SLOW_WRITE_S", LONG_S)
     return noted
 
 
 async def test_the_loop_writes_small_events_itself_those_of_one_pass_together(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal, commits = await started(path), note_threads(monkeypatch)
+    journal, writes = await started(path), note_threads(monkeypatch)
     for value in range(3):
         journal.write(Append("a", reward(value)))
     await journal.durable()
     journal.write(Append("a", make_committed()))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert commits == [(True, 3), (True, 1)]
+    assert writes == [(True, 3), (True, 1)]
     await journal.close()
     assert len((await read_again(path))["a"]) == 4
 
 
-@pytest.mark.parametrize("entry", [Forget("a"), Append("a", make_committed(num_tokens=100_000))])
-async def test_what_takes_long_is_the_threads(
-    path: Path, monkeypatch: pytest.MonkeyPatch, entry: Append | Forget
-) -> None:
-    journal, commits = await started(path), note_threads(monkeypatch)
-    journal.write(entry)
+@pytest.mark.parametrize("what", ["a large event", "untidy files"])
+async def test_what_takes_long_is_the_threads(path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    journal, writes = await started(path), note_threads(monkeypatch)
+    if what == "untidy files":
+        monkeypatch.setattr(files, "FILE_BYTES", 100)
+        journal.write(Append("a", make_committed()))
+        await journal.durable()
+        del writes[:]
+    journal.write(Append("a", make_committed(num_tokens=100_000 if what == "a large event" else 3)))
     await journal.durable()
+    monkeypatch.setattr(files, "FILE_BYTES", 10**9)
     journal.write(Append("b", reward(1)))
     await journal.durable()
-    assert commits == [(False, 1), (True, 1)]
+    assert writes == [(False, 1), (True, 1)]
     await journal.close()
     assert (await read_again(path))["b"] == [reward(1)]
 
 
 async def test_a_slow_disk_is_the_threads_for_a_while(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal, commits = await started(path), note_threads(monkeypatch, slow_commit_s=0.0)
+    journal, writes = await started(path), note_threads(monkeypatch, slow_write_s=0.0)
     for value in range(3):
         journal.write(Append("a", reward(value)))
         await journal.durable()
-    assert commits == [(True, 1), (False, 1), (False, 1)]
+    assert writes == [(True, 1), (False, 1), (False, 1)]
     journal._off_loop_until = time.monotonic()
     journal.write(Append("a", reward(3)))
     await journal.durable()
-    assert commits[-1] == (True, 1)
+    assert writes[-1] == (True, 1)
     await journal.close()
     assert (await read_again(path))["a"] == [reward(value) for value in range(4)]
 
@@ -246,11 +251,6 @@ async def test_durable_waits_for_what_was_written_before_it_only(path: Path) -> 
     for i in range(200):
         journal.write(Append("a", reward(i)))
     await asyncio.gather(*(journal.durable() for _ in range(50)))
-    with (
-        sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=0) as other,
-        pytest.raises(sqlite3.OperationalError, match="locked"),
-    ):
-        other.execute("SELECT count(*) FROM events")
     await journal.close()
     assert len((await read_again(path))["a"]) == 200
 
@@ -275,9 +275,10 @@ async def test_without_a_path_everything_is_durable_at_once() -> None:
     await journal.close()
 
 
-async def test_the_file_is_for_its_owner_alone(path: Path) -> None:
+async def test_the_files_are_for_their_owner_alone(path: Path) -> None:
     journal = await started(path)
-    assert path.stat().st_mode & 0o077 == 0
+    for made in (path, *path.iterdir()):
+        assert made.stat().st_mode & 0o077 == 0
     await journal.close()
 
 
@@ -332,7 +333,7 @@ async def test_a_journal_can_be_written_on_by_the_next_process(path: Path) -> No
 
 
 async def test_a_second_gateway_of_the_epoch_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.05)
     journal = await started(path)
     journal.write(Append("a", reward(1)))
     with pytest.raises(ConfigError, match="another process is the gateway of this run's epoch"):
@@ -344,110 +345,136 @@ async def test_a_second_gateway_of_the_epoch_is_refused(path: Path, monkeypatch:
 # ------------------------------------------------------------------ damage
 
 
-def broken_files() -> dict[str, bytes]:
-    return {"garbage": b"not a database at all" * 100, "a text": b"SQLite format 3\0" + b"\xff" * 4096}
-
-
-@pytest.mark.parametrize("what", broken_files())
 async def test_an_unreadable_journal_is_set_aside_and_an_empty_one_begun(
-    path: Path, what: str, caplog: pytest.LogCaptureFixture
+    path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path.parent.mkdir()
-    path.write_bytes(broken_files()[what])
+    path.mkdir(parents=True)
+    (path / "00000001").write_bytes(b"not a journal at all" * 100)
     with caplog.at_level(logging.ERROR):
         journal = await started(path)
     assert "the sessions in it are lost" in caplog.text
-    [aside] = path.parent.glob("3.sqlite.unreadable-*")
-    assert aside.read_bytes() == broken_files()[what]
+    [aside] = path.parent.glob("3.journal.unreadable-*")
+    assert (aside / "00000001").read_bytes() == b"not a journal at all" * 100
     journal.write(Append("a", reward(1)))
     await journal.close()
     assert await read_again(path) == {"a": [reward(1)]}
 
 
-async def test_a_journal_with_a_damaged_page_or_event_is_set_aside(path: Path) -> None:
+async def test_a_journal_with_a_damaged_file_or_event_is_set_aside(path: Path) -> None:
     journal = await started(path)
     for i in range(500):
         journal.write(Append(f"owner-{i}", make_committed(num_tokens=200)))
     await journal.close()
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    file = path / "00000001"
+    whole = bytearray(file.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    file.write_bytes(whole)
     assert await read_again(path) == {}
-    with sqlite3.connect(path) as connection:
-        connection.execute("INSERT INTO events (owner, event) VALUES ('x', x'92a0')")
-    connection.close()
+    journal = await started(path)
+    assert journal._files is not None
+    journal._files.append([("x", b"\x92\xa0")])
+    await journal.close()
     assert await read_again(path) == {}
-    assert len(list(path.parent.glob("*.unreadable-*"))) >= 2
+    assert len(list(path.parent.glob("*.unreadable-*"))) == 2
 
 
-async def test_a_journal_of_another_run_or_format_is_set_aside(path: Path) -> None:
+async def test_a_journal_of_another_run_or_epoch_is_set_aside(path: Path) -> None:
     journal = await started(path)
     journal.write(Append("a", reward(1)))
     await journal.close()
-    other = journal_at(path, run_id="other")
-    assert other.load() == {}
-    await other.close()
-    with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version = 99")
-    connection.close()
-    assert journal_at(path, run_id="other").load() == {}
+    for other in (journal_at(path, run_id="other"), journal_at(path, epoch=4)):
+        assert other.load() == {}
+        await other.close()
+    assert len(list(path.parent.glob("*.unreadable-*"))) == 2
 
 
-async def test_files_of_older_epochs_are_removed(path: Path) -> None:
+async def test_journals_of_older_epochs_are_removed(path: Path) -> None:
     journal = await started(path)
     await journal.close()
-    for name in ("1.sqlite", "2.sqlite-wal", "2.sqlite.unreadable-1", "4.sqlite", "notes.txt"):
-        (path.parent / name).touch()
+    for name in ("1.journal", "2.journal.unreadable-1", "4.journal"):
+        (path.parent / name).mkdir()
+        (path.parent / name / "00000001").touch()
+    (path.parent / "notes.txt").touch()
     remove_older_journals(path, 3)
-    assert {p.name for p in path.parent.iterdir()} == {"3.sqlite", "4.sqlite", "notes.txt"}
+    assert {p.name for p in path.parent.iterdir()} == {"3.journal", "4.journal", "notes.txt"}
 
 
 # ------------------------------------------------------------------ bounds
 
 
-async def test_the_file_does_not_grow_with_what_was_settled(
+def size_of(path: Path) -> int:
+    num_bytes = 0
+    for file in path.iterdir():
+        with suppress(FileNotFoundError):  # the thread may be tidying up
+            num_bytes += file.stat().st_size
+    return num_bytes
+
+
+async def test_the_files_do_not_grow_with_what_was_settled(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CHECKPOINT_PAGES", 50)
+    monkeypatch.setattr(files, "FILE_BYTES", 100_000)
     journal, turn, sizes = await started(path), make_committed(num_tokens=400), []
     for round_ in range(12):
         for session in range(40):
-            for _ in range(10):
-                journal.write(Append(f"s{round_}-{session}", turn))
-        await journal.durable()
+            journal.write(*[Append(f"s{round_}-{session}", turn)] * 10)
+            await journal.durable()
         for session in range(40):
             journal.write(Forget(f"s{round_}-{session}"))
-        await journal.durable()
-        sizes.append(sum(file.stat().st_size for file in path.parent.iterdir()))
+            await journal.durable()
+        sizes.append(size_of(path))
     await journal.close()
-    assert sizes[-1] <= 1.2 * sizes[2]
+    assert max(sizes) <= 400_000 < 12 * 40 * 10 * 400 * 8
 
 
-async def test_space_is_given_back_when_most_sessions_have_ended(
+async def test_space_is_given_back_when_most_sessions_have_ended_and_what_is_left_is_whole(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "VACUUM_PAGES", 50)
+    monkeypatch.setattr(files, "FILE_BYTES", 100_000)
     journal, turn = await started(path), make_committed(num_tokens=4000)
     for session in range(100):
         journal.write(Append(f"s{session}", turn))
-    await journal.durable()
+        await journal.durable()
+    journal.write(Append("s7", reward(1)))
     for session in range(100):
-        journal.write(Forget(f"s{session}"))
+        if session != 7:
+            journal.write(Forget(f"s{session}"))
     for i in range(100):
         journal.write(Append("gates", GatesMoved({"m": (i, 0)})))
         await journal.durable()
+    journal.write(Append("s7", reward(2)))
     await journal.close()
-    assert path.stat().st_size < 2**20 < 100 * 4000 * 8
+    assert size_of(path) < 500_000 < 100 * 4000 * 8
+    found = await read_again(path)
+    assert [type(event).__name__ for event in found["s7"]] == ["TurnCommitted", "RewardGiven", "RewardGiven"]
+    assert (found["s7"][1:], len(found["gates"]), len(found)) == ([reward(1), reward(2)], 100, 2)
 
 
-async def test_a_full_disk_is_waited_for(path: Path) -> None:
+def fill_disk(monkeypatch: pytest.MonkeyPatch, *, room: int) -> threading.Event:
+    """From now on it takes `room` more bytes, and again all once the event is set."""
+    write, has_room, left = os.pwrite, threading.Event(), [room]
+
+    def pwrite(descriptor: int, data: bytes, place: int) -> int:
+        if has_room.is_set():
+            return write(descriptor, data, place)
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        num_written = write(descriptor, data[: left[0]], place)
+        left[0] -= num_written
+        return num_written
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    return has_room
+
+
+async def test_a_full_disk_is_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = await started(path)
-    assert journal._connection is not None
-    journal._connection.execute("PRAGMA max_page_count = 5").fetchall()
+    has_room = fill_disk(monkeypatch, room=1000)
     journal.write(Append("a", make_committed(num_tokens=10_000)))
     waiting = asyncio.create_task(journal.durable())
     await asyncio.sleep(0.2)
     assert not waiting.done()
-    journal._connection.execute("PRAGMA max_page_count = 100000").fetchall()
+    has_room.set()
     await asyncio.wait_for(waiting, 10)
     assert journal.is_kept
     await journal.close()
@@ -461,8 +488,7 @@ async def test_a_disk_that_stays_full_costs_the_journal_and_no_call(
     journal = await started(path)
     journal.write(Append("a", OutcomeDecided("finalized", "")))
     await journal.durable()
-    assert journal._connection is not None
-    journal._connection.execute("PRAGMA max_page_count = 5").fetchall()
+    has_room = fill_disk(monkeypatch, room=1000)
     journal.write(Append("a", make_committed(num_tokens=100_000)))
     await asyncio.wait_for(journal.durable(), 10)
     assert not journal.is_kept
@@ -470,6 +496,7 @@ async def test_a_disk_that_stays_full_costs_the_journal_and_no_call(
     journal.write(Append("a", reward(1)))
     await asyncio.wait_for(journal.durable(), 1)
     await journal.close()
+    has_room.set()
     assert await read_again(path) == {}  # a gap is worse than nothing
 
 
@@ -479,13 +506,13 @@ def test_a_journal_that_is_given_up_shows_in_the_metrics(
     monkeypatch.setattr(module, "WRITE_PATIENCE_S", 0.0)
     with live_gateway(local_store) as harness:
         harness.start_afresh()
-        session, journal = harness.open_session(), harness.gateway._journal
+        session = harness.open_session()
         assert "repertory_gateway_journal_kept 1.0" in harness.http.get("/metrics").text
 
         def refuse(*_: object) -> None:
-            raise sqlite3.OperationalError("disk I/O error")
+            raise OSError(errno.EIO, "Input/output error")
 
-        monkeypatch.setattr(journal, "_commit", refuse)
+        monkeypatch.setattr(JournalFiles, "append", refuse)
         assert session.chat("x").status_code == 200
         assert "repertory_gateway_journal_kept 0.0" in harness.http.get("/metrics").text
         assert session.finalize(1.0)["status"] == "finalized"

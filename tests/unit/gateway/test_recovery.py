@@ -39,7 +39,7 @@ class Lives:
             live_gateway(
                 self.store,
                 config=make_config(**config),
-                journal=journal or self.folder / f"life-{self._num_lives}" / "1.sqlite",
+                journal=journal or self.folder / f"life-{self._num_lives}" / "1.journal",
                 incarnation=self._num_lives,
             )
         )
