@@ -34,11 +34,10 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.rig.gateway import GatewayUnderTest
-from benchmarks.rig.load import Conversation, new_client
+from benchmarks.rig.load import Conversation, new_client, text_of_tokens
 from benchmarks.rig.processes import start_python, use_load_core, wait_until_up
 from benchmarks.rig.upstream import NUM_TOKENS, serve_upstream
 from model_runtime.processes import free_port
-from tests.fakes import make_tokenizer
 
 NUM_TURNS = 20
 LONG_TOKENS = 16_000
@@ -116,13 +115,6 @@ async def large(gateway: GatewayUnderTest, http: aiohttp.ClientSession, count: i
         await conversation.take_turn(http)
     grown = gateway.process.memory_bytes() - before
     return {"large: bytes a token": grown / (count * (LARGE_TOKENS + NUM_TOKENS))}
-
-
-def text_of_tokens(count: int) -> str:
-    """A text of so many tokens, within one percent."""
-    sentence = "the report goes on and on about this and that and names a number here and there. "
-    length = len(make_tokenizer().encode(sentence * 100, add_special_tokens=False).ids) / 100
-    return sentence * round(count / length)
 
 
 async def run(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:

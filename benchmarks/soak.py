@@ -1,13 +1,14 @@
 """Does anything grow with the number of trajectories that went through?
 
     python benchmarks/soak.py [--trajectories 60000] [--concurrency 128] [--json]
+    python benchmarks/soak.py --trajectories 1000 --concurrency 16 --context-tokens 128000
 
-Short trajectories (one turn of 128 tokens, half of them rewarded) through the gateway's process, the log,
-and a training queue in a process of its own that deals out batches and trains nothing; a fake rollout
-server behind it. Memory, descriptors and the p99 of a model call and of a `finalize` are sampled twenty
-times on the way. Exits with 1 when what is held at the end exceeds what was held at a tenth (or once the
-gateway remembers as many ended sessions as it ever will) by more than LIMITS say, or when a trajectory is
-missing.
+Trajectories of one turn with an answer of 128 tokens, half of them rewarded, through the gateway's process,
+the log, and a training queue in a process of its own that deals out batches and trains nothing; a fake
+rollout server behind it. Memory, descriptors and the p99 of a model call and of a `finalize` are sampled
+twenty times on the way. Exits with 1 when what is held at the end exceeds what was held at a tenth (or once
+the gateway remembers as many ended sessions as it ever will) by more than LIMITS say, or when a trajectory
+is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.rig.gateway import ADMIN, GROUP_SIZE, RUN_ID, GatewayUnderTest
-from benchmarks.rig.load import Conversation, new_client
+from benchmarks.rig.load import Conversation, new_client, text_of_tokens
 from benchmarks.rig.processes import Measured, start_python, use_load_core, wait_until_up
 from benchmarks.rig.upstream import serve_upstream
 from gateway.settled_sessions import MAX_REMEMBERED
@@ -86,8 +87,10 @@ def deal_out(config: str, report: str) -> None:
 class Soak:
     """Sessions of admitted groups, so many at a time, each finalized after its turn."""
 
-    def __init__(self, gateway: GatewayUnderTest, queue: Measured, *, total: int, concurrency: int) -> None:
-        self._gateway, self._queue = gateway, queue
+    def __init__(
+        self, gateway: GatewayUnderTest, queue: Measured, *, total: int, concurrency: int, context: str
+    ) -> None:
+        self._gateway, self._queue, self._context = gateway, queue, context
         self._total, self._concurrency = total, concurrency
         self._calls: list[float] = []
         self._finalizes: list[float] = []
@@ -99,7 +102,7 @@ class Soak:
         began, at = time.monotonic(), 0
         async with new_client() as http:
             while self._done < self._total:
-                sessions = await self._gateway.open_sessions(GROUP_SIZE * 4)
+                sessions = await self._gateway.open_sessions(min(GROUP_SIZE * 4, every))
                 waiting = iter(enumerate(sessions))
 
                 async def worker(waiting: Any = waiting) -> None:
@@ -114,7 +117,7 @@ class Soak:
                     began, at = time.monotonic(), self._done
 
     async def _one(self, http: aiohttp.ClientSession, session: Any, *, reward: float) -> None:
-        conversation = Conversation(session.chat_url, session.headers)
+        conversation = Conversation(session.chat_url, session.headers, self._context)
         self._calls.append(await conversation.take_turn(http))
         began = time.perf_counter()
         url = f"{session.session_url}/finalize"
@@ -146,10 +149,11 @@ def _p99(values: list[float]) -> float:
 
 
 def growth(samples: list[Sample]) -> dict[str, float]:
-    """The end over the first sample after a tenth at which everything that is bounded by a number is full;
-    latencies are medians of the samples around each."""
-    full = max(samples[-1].trajectories / 10, 1.05 * MAX_REMEMBERED)
-    place = next((i for i, s in enumerate(samples) if s.trajectories >= full), len(samples) - 1)
+    """The end over the first sample after a tenth at which everything that is bounded by a number is full,
+    where the run got that far; latencies are medians of the samples around each."""
+    total, full = samples[-1].trajectories, 1.05 * MAX_REMEMBERED
+    least = max(total / 10, full) if total >= 2 * full else total / 10
+    place = next(i for i, s in enumerate(samples) if s.trajectories >= least)
     early, late = samples[place], samples[-1]
     first, last = samples[max(0, place - 1) : place + 2], samples[-3:]
 
@@ -167,7 +171,7 @@ def growth(samples: list[Sample]) -> dict[str, float]:
     }
 
 
-async def measure(total: int, concurrency: int) -> tuple[list[Sample], int, int]:
+async def measure(total: int, concurrency: int, context_tokens: int) -> tuple[list[Sample], int, int]:
     """Samples, trajectories finalized, and rows that left the queue."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -180,7 +184,8 @@ async def measure(total: int, concurrency: int) -> tuple[list[Sample], int, int]
         gateway = GatewayUnderTest(folder, upstream, stack, queue_report=report)
         await gateway.start()
         queue = start_python(stack, deal_out, str(folder / "config.json"), str(report), measured=False)
-        soak = Soak(gateway, queue, total=total, concurrency=concurrency)
+        context = text_of_tokens(context_tokens) if context_tokens else ""
+        soak = Soak(gateway, queue, total=total, concurrency=concurrency, context=context)
         await soak.run()
         rows = await _drained(report, soak._done)
         gateway.stop_renewing()
@@ -223,9 +228,10 @@ def main() -> int:
     )
     parser.add_argument("--trajectories", type=int, default=60_000)
     parser.add_argument("--concurrency", type=int, default=128)
+    parser.add_argument("--context-tokens", type=int, default=0, help="of each question")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    samples, finalized, rows = asyncio.run(measure(args.trajectories, args.concurrency))
+    samples, finalized, rows = asyncio.run(measure(args.trajectories, args.concurrency, args.context_tokens))
     grown = growth(samples)
     result = {"samples": [asdict(s) for s in samples], "growth": grown, "finalized": finalized, "rows": rows}
     if args.json:

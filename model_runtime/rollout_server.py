@@ -34,8 +34,11 @@ _STABLE_AFTER_S = 600.0
 _LOAD_INTERVAL_S = 5.0
 _LOAD_TIMEOUT_S = 2.0
 
-# What vLLM's API process says of an engine process that a signal ended.
+# What vLLM's API process says of an engine process that a signal ended, with its exit code or before there is
+# one; and what an engine or worker says itself when it fails.
 _KILLED_ENGINE = re.compile(r"Failed core proc\(s\): \{[^}]*: -\d+")
+_ENDED_ENGINE = "Failed core proc(s): {}"
+_FAILED_BY_ITSELF = "failed to start."
 
 logger = logging.getLogger(__name__)
 
@@ -362,7 +365,9 @@ def _was_killed(child: ChildProcess | None) -> bool:
     """Did a signal end the server, or one of its engine processes, rather than a fault of its own?"""
     if child is None or child.returncode is None:
         return False
-    return child.returncode < 0 or _KILLED_ENGINE.search(child.log_tail(400)) is not None
+    tail = child.log_tail(400)
+    engine_was = _KILLED_ENGINE.search(tail) or (_ENDED_ENGINE in tail and _FAILED_BY_ITSELF not in tail)
+    return child.returncode < 0 or bool(engine_was)
 
 
 def describe_log(log: Path | None) -> str:

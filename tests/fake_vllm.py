@@ -4,7 +4,7 @@ here, from the standard library, up in 0.2 s. `make_fake_vllm` writes it; $REPER
 Behaviour is steered by files in the environment's folder, so that a test can change it at any time:
 `hang` (generation never answers), `refuse` (generation answers 500), `die` (exits at start, printing the
 file's text), `taken` (the next start reports its port in use, once), `killed` (the next start is killed,
-once, or its engine is, as the file says).
+once, or its engine is, perhaps `unseen`, before it has an exit code, as the file says).
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ if (home / "die").exists():
 if (home / "killed").exists():
     whom = (home / "killed").read_text()
     (home / "killed").unlink()
-    if whom == "engine":
+    if whom.startswith("engine"):
+        found = "{}" if whom.endswith("unseen") else "{'EngineCore': -9}"
         print("RuntimeError: Engine core initialization failed. See root cause above. "
-              "Failed core proc(s): {'EngineCore': -9}", flush=True)
+              f"Failed core proc(s): {found}", flush=True)
         sys.exit(1)
     os.kill(os.getpid(), 9)
 if (home / "taken").exists():

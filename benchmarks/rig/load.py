@@ -12,6 +12,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from tests.fakes import make_tokenizer
+
 QUESTION = "What is the sum of {number} and two?"
 
 _numbers = itertools.count(1)
@@ -96,3 +98,10 @@ async def converse(
 
 def new_client() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+
+def text_of_tokens(count: int) -> str:
+    """A text of so many tokens, within one percent."""
+    sentence = "the report goes on and on about this and that and names a number here and there. "
+    length = len(make_tokenizer().encode(sentence * 100, add_special_tokens=False).ids) / 100
+    return sentence * round(count / length)

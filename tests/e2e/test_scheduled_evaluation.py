@@ -61,8 +61,9 @@ def seen(site: Site) -> bool:
 
 def documents(site: Site) -> dict[str, list[EvaluationDocument]]:
     """What began them → the evaluations in the store that are under both models' artifacts."""
-    there = read_evaluations(site.store, site.layout)
-    return {kind: [document_of(h, there) for h in found] for kind, found in shown(site).items()}
+    under_models = shown(site)
+    there = read_evaluations(site.store, site.layout)  # written before it is shown, so read after
+    return {kind: [document_of(h, there) for h in found] for kind, found in under_models.items()}
 
 
 def leave_checkpoints_to_events(site: Site) -> None:

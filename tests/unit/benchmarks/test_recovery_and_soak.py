@@ -78,3 +78,8 @@ def test_memory_counts_from_where_everything_bounded_is_full() -> None:
     leaking = [sample(n * MAX_REMEMBERED // 2, gateway_mib=100.0 + 40 * n) for n in range(1, 21)]
     assert growth(leaking)["gateway MiB"] > LIMITS["gateway MiB"]
     assert set(growth(filling)) == set(LIMITS)
+
+
+def test_a_series_too_short_to_fill_it_counts_from_its_tenth() -> None:
+    leaking = [sample(n * 50, gateway_mib=100.0 + 10 * n) for n in range(1, 21)]
+    assert growth(leaking)["gateway MiB"] == pytest.approx(300 / 120)

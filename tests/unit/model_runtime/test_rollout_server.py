@@ -205,7 +205,18 @@ async def test_a_server_that_does_not_start_says_why_and_leaves_no_process(fake,
     assert all(replica.child.returncode is not None for replica in servers.replicas)
 
 
-@pytest.mark.parametrize("whom", ["api", "engine"])
+async def test_a_server_whose_engine_failed_by_itself_is_not_started_again(fake, model_path, tmp_path):
+    (fake / "die").write_text(
+        "ERROR EngineCore failed to start.\nValueError: no such model\n"
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+    )
+    servers = runtime(model_path, tmp_path)
+    with pytest.raises(RolloutServerError, match="no such model"):
+        await servers.start()
+    assert [replica.attempt for replica in servers.replicas] == [1]
+
+
+@pytest.mark.parametrize("whom", ["api", "engine", "engine unseen"])
 async def test_a_server_that_is_killed_while_it_starts_is_started_again(fake, model_path, tmp_path, whom):
     (fake / "killed").write_text(whom)
     servers = runtime(model_path, tmp_path)
