@@ -21,7 +21,7 @@ from model_runtime.errors import RunFailedError
 from model_runtime.layout import RunLayout
 from model_runtime.protocol import GatewayStatus
 from model_runtime.store import open_store
-from model_runtime.summary import RunSummary, read_summary, usage
+from model_runtime.summary import RunSummary, read_summary, removed_log_bytes, usage
 from tasks.gateway_admin import GatewayAdmin
 
 STOP_LIMIT_S = 60.0
@@ -60,23 +60,28 @@ def show_run(record: RunRecord, console: Console, *, as_json: bool) -> None:
     document = _document(record)
     live = asyncio.run(_live(document)) if document and document.gateway_url else None
     summary = _summary(record)
+    store, layout = open_store(record.config.store), RunLayout(record.run_id)
+    used, removed = usage(store, layout), removed_log_bytes(store, layout)
     if as_json:
         shown = {
             "run_id": record.run_id,
             "state": state_of(record, document),
             "live": live.model_dump(mode="json") if live else None,
             "summary": summary.model_dump(mode="json") if summary else None,
+            "store_bytes": used,
+            "removed_log_bytes": removed,
         }
         sys.stdout.write(json.dumps(shown, indent=1) + "\n")
     elif live is not None:
         ui_url = record.api_url.removesuffix("/api")
         console.print(live_table(live, run_id=record.run_id, started_at=record.launched_at, ui_url=ui_url))
-        used = usage(open_store(record.config.store), RunLayout(record.run_id))
-        console.print(disk_use(used), highlight=False, soft_wrap=True)
+        console.print(disk_use(used, removed_log_bytes=removed), highlight=False, soft_wrap=True)
     else:
         console.print(f"{record.run_id}: {state_of(record, document)}", highlight=False)
         if summary is not None:
             print_summary(console, summary)
+        elif used:
+            console.print(disk_use(used, removed_log_bytes=removed), highlight=False, soft_wrap=True)
 
 
 def state_of(record: RunRecord, document: RunDocument | None) -> str:

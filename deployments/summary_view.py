@@ -61,15 +61,17 @@ def print_summary(console: Console, summary: RunSummary) -> None:
         if model.adapter_uri:
             line(f"{model.model_id} adapter: {model.adapter_uri}")
     if summary.store_bytes:
-        line(disk_use(summary.store_bytes))
+        line(disk_use(summary.store_bytes, removed_log_bytes=summary.removed_log_bytes))
     line(f"serve one: {summary.models[-1].serve_command}")
 
 
-def disk_use(store_bytes: Mapping[str, int]) -> str:
-    """`in the store: 12.3 MB (checkpoints 8.1, log 4.0, other 0.2)`, the largest first."""
+def disk_use(store_bytes: Mapping[str, int], *, removed_log_bytes: int = 0) -> str:
+    """`in the store: 12.3 MB (checkpoints 8.1, log 4.0, other 0.2)`, the largest first, and what retention
+    has removed."""
     largest_first = sorted(store_bytes.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{part} {num_bytes / 1e6:.1f}" for part, num_bytes in largest_first)
-    return f"in the store: {sum(store_bytes.values()) / 1e6:.1f} MB ({parts})"
+    removed = f"; {removed_log_bytes / 1e6:.1f} MB of logs removed" if removed_log_bytes else ""
+    return f"in the store: {sum(store_bytes.values()) / 1e6:.1f} MB ({parts}){removed}"
 
 
 def headline(summary: RunSummary) -> str:

@@ -339,7 +339,7 @@ async def keep_up(run: Run) -> None:
         await asyncio.to_thread(run.coordinator.snapshot)
         await asyncio.to_thread(require_leading, run.store, run.layout, run.epoch)
         if time.monotonic() - swept_at > SWEEP_EVERY_S:
-            await asyncio.to_thread(sweep, run.store, run.layout, run.config)
+            await asyncio.to_thread(sweep, run.store, run.layout, run.config, epoch=run.epoch)
             swept_at = time.monotonic()
 
 

@@ -29,7 +29,7 @@ from model_runtime.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from model_runtime.layout import RunLayout
+from model_runtime.layout import RunLayout, number_in
 from model_runtime.store import Store
 from model_runtime.trajectory_log import encode_shard
 from model_runtime.types import MemberKey, Settlement, SettlementStatus, Shard, Trajectory
@@ -358,11 +358,12 @@ class TrajectoryIngestor:
             raise CorruptObjectError(f"{self._store.uri(key)}: not a journal entry: {error}") from error
 
     def _find_next_numbers(self) -> None:
-        """Where this writer goes on; 0 unless a process of the same name wrote before."""
+        """Where this writer goes on; 0 unless a process of the same name wrote before. Of its log the oldest
+        shards may be gone, the newest never is."""
         for model_id in self._models:
-            log = self._store.list(f"{self._layout.model(model_id).log_writers()}/{self.writer}")
-            self._next_log_seq = max(self._next_log_seq, len(log))
-        for model_id in self._store.children(f"{self._layout.run_id}/models"):
+            log = self._store.children(f"{self._layout.model(model_id).log_writers()}/{self.writer}")
+            self._next_log_seq = max(self._next_log_seq, *(number_in(name) + 1 for name in log), 0)
+        for model_id in self._store.children(self._layout.models()):
             evaluated = self._store.list(f"{self._layout.model(model_id).eval_writers()}/{self.writer}")
             self._next_eval_seq[model_id] = len(evaluated)
 

@@ -37,6 +37,7 @@ from gateway.journal_events import (
 from gateway.session import Session
 from gateway.sessions import SessionRegistry
 from model_runtime.errors import CorruptObjectError
+from model_runtime.removed_log import is_in_log
 from model_runtime.store import Store
 from model_runtime.types import MemberKey
 
@@ -81,9 +82,9 @@ async def recover(
 
 
 def _found(store: Store, notes: Iterable[ExecutionWritten]) -> list[ExecutionWritten]:
-    """Those executions that are in the logs."""
+    """Those executions that are in the logs, or were."""
     notes = list(notes)
-    there = {key for key in {note.shard_key for note in notes} if store.exists(key)}
+    there = {key for key in {note.shard_key for note in notes} if is_in_log(store, key)}
     return [note for note in notes if note.shard_key in there]
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from model_runtime.documents import BatchDocument
 from model_runtime.groups import Group, GroupBook, LogRow
 from model_runtime.layout import ModelLayout
-from model_runtime.log_reader import LogReader, Position
+from model_runtime.log_reader import Position, WholeLog
 from model_runtime.objective_config import ObjectiveConfig
+from model_runtime.removed_log import RemovedShard
 from model_runtime.store import Store
 from model_runtime.types import MemberKey, Shard
 
@@ -29,7 +30,9 @@ class ModelBooks:
     in_log: int = 0
     num_trained_twice: int = 0
     num_replayed: int = 0  # reuses of rows that count as trained already
-    num_missing: int = 0  # rows that a step's document names and no readable shard holds
+    num_missing: int = (
+        0  # rows that a step's document names and no readable shard holds, or removed ones it doesn't
+    )
     num_damaged_shards: int = 0
 
     @property
@@ -44,9 +47,10 @@ def read_books(
     layout: ModelLayout,
     *,
     objective: ObjectiveConfig | None = None,
-    visit: Callable[[Shard], None] | None = None,
+    visit: Callable[[Shard | RemovedShard], None] | None = None,
 ) -> ModelBooks:
-    """Read the model's whole log and all documents of its steps. `visit` is shown each shard in passing.
+    """Read the model's whole log and all documents of its steps. `visit` is shown each shard in passing, or
+    what retention left of it.
 
     A step counts from the moment its document is written. Rows that no document names yet, but whose group
     is complete and teaches nothing, count as dropped, as the next document would have it; `objective` is
@@ -55,12 +59,15 @@ def read_books(
     count = _Count(objective or ObjectiveConfig())
     for document in _documents(store, layout):
         count.enter(document)
-    reader = LogReader(store, layout)
-    for position, shard in reader.new_shards():
-        count.read(position, shard)
+    log = WholeLog(store, layout)
+    for position, shard in log:
+        if isinstance(shard, RemovedShard):
+            count.read_removed(shard)
+        else:
+            count.read(position, shard)
         if visit is not None:
             visit(shard)
-    return count.books(num_damaged_shards=len(reader.quarantined))
+    return count.books(num_damaged_shards=log.num_damaged)
 
 
 def _documents(store: Store, layout: ModelLayout) -> Iterator[BatchDocument]:
@@ -79,6 +86,7 @@ class _Count:
         self._seen: set[str] = set()
         self._num_trained_twice = 0
         self._num_replayed = 0
+        self._num_unnamed = 0
         self._finalized = 0
         self._where: Counter[str] = Counter()  # trained, or reason → rows
         self._complete: list[Group] = []
@@ -116,6 +124,16 @@ class _Count:
                 self._complete.append(outcome.completed)
         self._finalized += len(shard.trajectories) + len(shard.refused)
 
+    def read_removed(self, shard: RemovedShard) -> None:
+        """A shard is removed once documents name all its rows; one they don't name is missing from them."""
+        for row in (*shard.trajectories, *shard.refused):
+            fate = self._fate(row.trajectory_id)
+            if fate is None:
+                self._num_unnamed += 1
+            else:
+                self._where[fate] += 1
+            self._finalized += 1
+
     def _fate(self, trajectory_id: str) -> str | None:
         """Where this occurrence went, None when no document says. The first one in the log is the row, any
         other is a copy, whatever the order in which the documents name them."""
@@ -144,6 +162,6 @@ class _Count:
             in_log=in_log,
             num_trained_twice=self._num_trained_twice,
             num_replayed=self._num_replayed,
-            num_missing=sum(len(fates) for fates in self._fates.values()),
+            num_missing=sum(len(fates) for fates in self._fates.values()) + self._num_unnamed,
             num_damaged_shards=num_damaged_shards,
         )

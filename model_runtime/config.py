@@ -356,7 +356,7 @@ class RunConfig(Section):
     sync: SyncConfig = SyncConfig()
     """How models take turns in publishing."""
     retention: RetentionConfig = RetentionConfig()
-    """What stays in the store of checkpoints and versions. Everything by default."""
+    """What stays in the store of checkpoints, versions and logs. Everything by default."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation of the held-out tasks."""
     alerts: AlertsConfig = AlertsConfig()

@@ -11,6 +11,7 @@ RepertoryError
 │   │   └── StoreOutageError              unavailable for longer than store.max_outage_s; the run stops
 │   └── StoreUnsafeError                  the store ignores conditional writes
 ├── CorruptObjectError (ValueError)       bytes in the store do not match their checksum or schema
+├── LogRemovedError                       a resume needs shards that retention has removed
 ├── InvalidTrajectoryError (ValueError)   a record breaks an invariant of `types.Trajectory`
 ├── SupersededError                       a newer epoch leads this run; this process must stop
 ├── PrefectError (ConnectionError)        Prefect did not answer, or refused what it was asked
@@ -83,6 +84,10 @@ class StoreUnsafeError(StoreError):
 
 class CorruptObjectError(RepertoryError, ValueError):
     """An object's bytes do not match its checksum or its schema."""
+
+
+class LogRemovedError(RepertoryError):
+    """Somebody needs a part of a model's log that retention has removed. Names it and the settings."""
 
 
 class InvalidTrajectoryError(RepertoryError, ValueError):

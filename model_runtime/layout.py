@@ -6,6 +6,7 @@
   control/epoch-<n>.json  control/desired-<n>.json
   journal/<writer>/<seq>.bin                     finalized work on its way into the logs
   models/<model_id>/log/<writer>/<seq>.parquet   trajectories and settlements
+  models/<model_id>/removed/<n>.bin              what is left of shards that retention removed
   models/<model_id>/eval/<writer>/<seq>.parquet  evaluation rows
   models/<model_id>/tokenizer/<sha256>.json      tokenizer and chat template the gateway renders with
   models/<model_id>/batches/<step>.json          what each step trained
@@ -68,6 +69,12 @@ class ModelLayout:
 
     def log_shard(self, writer: str, seq: int) -> str:
         return f"{self.root}/log/{writer}/{seq:0{_SEQ_DIGITS}d}.parquet"
+
+    def removals(self) -> str:
+        return f"{self.root}/removed"
+
+    def removal(self, number: int) -> str:
+        return f"{self.root}/removed/{number:0{_SEQ_DIGITS}d}.bin"
 
     def eval_shard(self, writer: str, seq: int) -> str:
         return f"{self.root}/eval/{writer}/{seq:0{_SEQ_DIGITS}d}.parquet"
@@ -158,5 +165,8 @@ class RunLayout:
         """Id of the run that works on an evaluation: a folder of its own beside this run's."""
         return f"{self.run_id}{EVALUATION_INFIX}{evaluation_id}"
 
+    def models(self) -> str:
+        return f"{self.run_id}/models"
+
     def model(self, model_id: str) -> ModelLayout:
-        return ModelLayout(f"{self.run_id}/models/{model_id}")
+        return ModelLayout(f"{self.models()}/{model_id}")

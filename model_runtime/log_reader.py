@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from model_runtime.errors import CorruptObjectError, ObjectNotFoundError, StoreError
 from model_runtime.layout import ModelLayout
+from model_runtime.removed_log import RemovedLog, RemovedShard
 from model_runtime.store import Store
 from model_runtime.trajectory_log import decode_shard
 from model_runtime.types import Shard
@@ -57,20 +58,25 @@ class LogReader:
         """Every shard written since the last call. The position moves on once the consumer takes the next."""
         ahead = self._ahead.take()
         for writer in self._tail.children(self._layout.log_writers()):
-            seq = self.next_seq.setdefault(writer, 0)
-            while (found := ahead.pop((writer, seq), None) or self._get(writer, seq)) is not None:
-                shard = (
-                    found if isinstance(found, Shard) else self._decode_or_quarantine((writer, seq), found)
-                )
-                if shard is not None:
-                    yield (writer, seq), shard
-                seq += 1
-                self.next_seq[writer] = seq
+            yield from self.new_shards_of(writer, ahead)
+
+    def new_shards_of(
+        self, writer: str, ahead: dict[Position, Shard] | None = None
+    ) -> Iterator[tuple[Position, Shard]]:
+        """The same of one writer; what is in `ahead` has been read already."""
+        seq = self.next_seq.setdefault(writer, 0)
+        ahead = {} if ahead is None else ahead
+        while (found := ahead.pop((writer, seq), None) or self._get(writer, seq)) is not None:
+            shard = found if isinstance(found, Shard) else self._decode_or_quarantine((writer, seq), found)
+            if shard is not None:
+                yield (writer, seq), shard
+            seq += 1
+            self.next_seq[writer] = seq
 
     def reread(self, position: Position) -> Shard:
         """A shard read before."""
         key = self._layout.log_shard(*position)
-        return _decode(self._store.get(key), source=self._store.uri(key))
+        return decode_log_shard(self._store.get(key), source=self._store.uri(key))
 
     def _get(self, writer: str, seq: int) -> bytes | None:
         try:
@@ -80,7 +86,7 @@ class LogReader:
 
     def _decode_or_quarantine(self, position: Position, data: bytes) -> Shard | None:
         try:
-            return _decode(data, source=self._store.uri(self._layout.log_shard(*position)))
+            return decode_log_shard(data, source=self._store.uri(self._layout.log_shard(*position)))
         except CorruptObjectError:
             try:  # once more: the damage may have been on the way here
                 return self.reread(position)
@@ -88,6 +94,40 @@ class LogReader:
                 self.quarantined[position] = error
                 logger.error("shard set aside, its rows are not trained: %s", error)
                 return None
+
+
+class WholeLog:
+    """A model's log from its beginning, each shard once and in the log's order; of those that retention has
+    removed, also while this is read, what it left of them."""
+
+    def __init__(self, store: Store, layout: ModelLayout) -> None:
+        self._store = store
+        self._layout = layout
+        self._reader = LogReader(store, layout)
+        self._removed = RemovedLog(store, layout)
+
+    def __iter__(self) -> Iterator[tuple[Position, Shard | RemovedShard]]:
+        """Once. Raises CorruptObjectError when what retention left is damaged."""
+        self._removed.refresh()
+        written = self._store.children(self._layout.log_writers())
+        for writer in sorted({*written, *self._removed.floor}):
+            yield from self._of(writer)
+        while self._removed.refresh():  # what was not reached yet went meanwhile: here it is
+            for writer in sorted(self._removed.floor):
+                yield from self._of(writer)
+
+    def _of(self, writer: str) -> Iterator[tuple[Position, Shard | RemovedShard]]:
+        next_seq = self._reader.next_seq
+        start = next_seq.get(writer, 0)
+        for seq, shard in self._removed.shards_of(writer, start=start):
+            yield (writer, seq), shard
+        next_seq[writer] = max(start, self._removed.floor.get(writer, 0))
+        yield from self._reader.new_shards_of(writer)
+
+    @property
+    def num_damaged(self) -> int:
+        """Shards that could not be read, of what was read so far."""
+        return len(self._reader.quarantined) + self._removed.num_damaged
 
 
 class ReadAhead:
@@ -129,7 +169,7 @@ class ReadAhead:
             key = self._layout.log_shard(writer, seq)
             try:
                 data = self._store.get(key)
-                self._found[writer, seq] = _decode(data, source=self._store.uri(key))
+                self._found[writer, seq] = decode_log_shard(data, source=self._store.uri(key))
             except (CorruptObjectError, StoreError) as error:  # or there is no more
                 logger.debug("reading ahead of %s ended: %s", writer, error)
                 break
@@ -143,7 +183,8 @@ def occurrence(position: Position, trajectory_id: str) -> str:
     return f"{position[0]}/{position[1]}/{trajectory_id}"
 
 
-def _decode(data: bytes, *, source: str) -> Shard:
+def decode_log_shard(data: bytes, *, source: str) -> Shard:
+    """Raises CorruptObjectError also where the settlements announce other rows than the shard holds."""
     shard = decode_shard(data, source=source)
     found = Counter((row.member, row.agent_id) for row in (*shard.trajectories, *shard.refused))
     announced = Counter(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from model_runtime.config import ModelConfig
-from model_runtime.documents import BatchDocument, RememberedGroup, RememberedRow
+from model_runtime.documents import BatchDocument, CheckpointDocument, RememberedGroup, RememberedRow
 from model_runtime.errors import CorruptObjectError
 from model_runtime.groups import Group, LogRow, judge
 from model_runtime.log_reader import LogReader, Position
@@ -137,3 +137,11 @@ class ReplayBuffer:
                 ) from None
             group.verdict = judge(group, self._objective)
             self._groups[group.group_id] = _Remembered(group, entry.num_reuses)
+
+
+def first_replayed(checkpoint: CheckpointDocument) -> dict[str, int]:
+    """Writer → seq of the first shard that this checkpoint's replay buffer is read from again."""
+    first: dict[str, int] = {}
+    for row in (row for group in checkpoint.replay for row in group.rows):
+        first[row.writer] = min(row.seq, first.get(row.writer, row.seq))
+    return first

@@ -1,9 +1,9 @@
-"""What of a run's checkpoints and versions may go.
+"""What of a run's checkpoints, versions and logs may go (of the logs: log_retention.py).
 
 Kept is what the config names (RetentionConfig), and whatever anything still needs: what a trainer resumes
 from, what a server may have to load again, what a snapshot names together, what is to be evaluated, what
-is too young to be sure about. The log, the steps' documents and the metrics are never touched: the books
-are counted from them.
+is too young to be sure about. The steps' documents and the metrics are never touched: the books are counted
+from them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import logging
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from model_runtime.checkpoints import checkpoint_steps
 from model_runtime.config import ModelConfig, RunConfig
+from model_runtime.coordinator import require_leading
 from model_runtime.documents import CheckpointDocument, SnapshotDocument, VersionDocument
 from model_runtime.errors import CorruptObjectError, ObjectNotFoundError
 from model_runtime.evaluation import EvaluationDocument, nth_checkpoints, read_evaluations
 from model_runtime.layout import ModelLayout, RunLayout, number_in
+from model_runtime.log_retention import remove_log
 from model_runtime.metrics import read_metrics
 from model_runtime.store import Store
 from model_runtime.summary import mean_reward
@@ -33,22 +36,50 @@ class Removed:
     """Of one model."""
 
     model_id: str
-    checkpoints: tuple[int, ...]
-    versions: tuple[int, ...]
+    checkpoints: tuple[int, ...] = ()
+    versions: tuple[int, ...] = ()
+    log_bytes: int = 0
 
 
-def sweep(store: Store, layout: RunLayout, config: RunConfig, *, now: float | None = None) -> list[Removed]:
-    """Remove what the config no longer wants kept and nothing needs. Only for whoever leads the run."""
+def sweep(
+    store: Store, layout: RunLayout, config: RunConfig, *, epoch: int, now: float | None = None
+) -> list[Removed]:
+    """Remove what the config no longer wants kept and nothing needs; what was removed of each model of which
+    anything was. Raises SupersededError when another epoch than this one leads the run."""
+    now = time.time() if now is None else now
+    removed = [*_sweep_models(store, layout, config, now=now)]
+    removed += _sweep_logs(store, layout, config, epoch=epoch, now=now)
+    return removed
+
+
+def _sweep_models(store: Store, layout: RunLayout, config: RunConfig, *, now: float) -> Iterator[Removed]:
     settings = config.retention
     if settings.keep_last is None:
-        return []
+        return
     snapshots = _last_snapshots(store, layout, settings.keep_last)
     evaluations = read_evaluations(store, layout)
-    now = time.time() if now is None else now
-    return [
-        _sweep_model(store, layout, config, model, snapshots, evaluations, now=now)
-        for model in config.trainable_models
-    ]
+    for model in config.trainable_models:
+        yield _sweep_model(store, layout, config, model, snapshots, evaluations, now=now)
+
+
+def _sweep_logs(
+    store: Store, layout: RunLayout, config: RunConfig, *, epoch: int, now: float
+) -> Iterator[Removed]:
+    for model in config.trainable_models:
+        try:
+            num_bytes = remove_log(
+                store,
+                layout.model(model.model_id),
+                config.retention,
+                epoch=epoch,
+                now=now,
+                require_leading=partial(require_leading, store, layout, epoch),
+            )
+        except CorruptObjectError as error:  # training needs nothing of it
+            logger.error("%s: its log is kept: %s", model.model_id, error)
+            continue
+        if num_bytes:
+            yield Removed(model.model_id, log_bytes=num_bytes)
 
 
 def _sweep_model(

@@ -22,6 +22,7 @@ from model_runtime.errors import ObjectNotFoundError, ProcessError
 from model_runtime.layout import ModelLayout, RunLayout, number_in
 from model_runtime.metrics import read_metrics
 from model_runtime.protocol import TrainerState
+from model_runtime.removed_log import RemovedShard, RemovedTrajectory, last_removal
 from model_runtime.store import Store
 from model_runtime.types import DEFAULT_COMPONENT, FINAL_STATUSES, Shard, Trajectory
 from model_runtime.vllm_environment import find_vllm
@@ -98,6 +99,7 @@ class RunSummary(_Part):
     models: list[ModelSummary]
     held_out: HeldOut | None
     store_bytes: dict[str, int] = Field(default_factory=dict)  # part of the run → bytes in the store
+    removed_log_bytes: int = 0  # by retention, in all lives of the run
     run_uri: str
     summary_uri: str
     created_at: float
@@ -169,6 +171,7 @@ def summarize(
         ],
         held_out=read_held_out(store, layout, epoch),
         store_bytes=usage(store, layout),
+        removed_log_bytes=removed_log_bytes(store, layout),
         run_uri=store.uri(layout.run_id),
         summary_uri=store.uri(layout.summary()),
         created_at=time.time(),
@@ -178,11 +181,17 @@ def summarize(
 def usage(store: Store, layout: RunLayout) -> dict[str, int]:
     """Bytes in the store by part of the run: `checkpoints`, `versions`, `log` …, and `other`."""
     total: dict[str, int] = defaultdict(int)
-    models = f"{layout.run_id}/models/"
+    models = f"{layout.models()}/"
     for key, num_bytes in store.sizes(layout.run_id).items():
         part = key.removeprefix(models).split("/")[1] if key.startswith(models) else "other"
         total[part] += num_bytes
     return dict(total)
+
+
+def removed_log_bytes(store: Store, layout: RunLayout) -> int:
+    """Bytes of the models' logs that retention has removed."""
+    models = store.children(layout.models())
+    return sum(last_removal(store, layout.model(model_id)).num_bytes for model_id in models)
 
 
 def write_held_out(store: Store, layout: RunLayout, epoch: int, held_out: HeldOut) -> None:
@@ -225,7 +234,7 @@ class _Row:
     success: float | None
 
     @classmethod
-    def of(cls, t: Trajectory) -> _Row:
+    def of(cls, t: Trajectory | RemovedTrajectory) -> _Row:
         workflow = t.workflow_rewards.get(DEFAULT_COMPONENT)
         own = t.agent_rewards.get(DEFAULT_COMPONENT)
         return cls(
@@ -245,7 +254,7 @@ class _Rows:
         self._winners: dict[tuple[str, int], int] = {}
         self._found: dict[str, tuple[int, _Row]] = {}
 
-    def visit(self, shard: Shard) -> None:
+    def visit(self, shard: Shard | RemovedShard) -> None:
         """One shard; they come in log order."""
         for settlement in shard.settlements:
             if settlement.status in FINAL_STATUSES:

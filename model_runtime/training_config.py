@@ -25,8 +25,8 @@ class ReplayConfig(Section):
 
 
 class RetentionConfig(Section):
-    """How many checkpoints and versions of each model a run keeps in its store. What anything still needs (to
-    resume, to serve, a snapshot) stays beyond that; the log and the steps' documents always stay."""
+    """What a run keeps in its store of each model's checkpoints, versions and log. What anything still needs
+    (to resume, to serve, a snapshot) stays beyond that; the steps' documents and metrics always stay."""
 
     keep_last: int | None = Field(default=None, ge=2)
     """Newest checkpoints and versions kept, at least two: a damaged checkpoint is replaced by the one before
@@ -37,7 +37,17 @@ class RetentionConfig(Section):
     """Beside them, this many versions of the highest mean reward: in evaluations where there are any, else in
     the steps that were trained from them."""
     min_age_s: float = Field(default=600.0, ge=0)
-    """No version younger than this is removed: somebody may just be fetching it."""
+    """No version and no shard of a log younger than this is removed: somebody may just be fetching it."""
+    max_log_bytes: int | None = Field(default=None, ge=0)
+    """Bytes of each model's log kept. The oldest trajectories beyond that lose their tokens once no resume
+    needs them, from any of the newest keep_last checkpoints (two when that is not set); their rewards and how
+    their executions ended stay. None: no bound by size."""
+    max_log_age_s: float | None = Field(default=None, ge=0)
+    """The same by age: seconds since their executions ended. None: no bound by age."""
+
+    @property
+    def bounds_log(self) -> bool:
+        return self.max_log_bytes is not None or self.max_log_age_s is not None
 
     @model_validator(mode="after")
     def _has_a_bound(self) -> RetentionConfig:

@@ -28,7 +28,8 @@ from model_runtime.groups import Group, GroupBook, LogRow, Verdict
 from model_runtime.layout import ModelLayout
 from model_runtime.log_reader import ConsumptionLedger, LogReader, Position, occurrence
 from model_runtime.protocol import QueueReport
-from model_runtime.replay import ReplayBuffer
+from model_runtime.removed_log import refuse_removed
+from model_runtime.replay import ReplayBuffer, first_replayed
 from model_runtime.row_arrays import RowArrays
 from model_runtime.staleness import StalenessBound
 from model_runtime.store import Store
@@ -98,6 +99,13 @@ class TrainingQueue:
         self._settings = model.async_training
         self._epoch = epoch
         start = dict(resume.low_water) if resume else {}
+        refuse_removed(
+            store,
+            layout,
+            start,
+            by=f"the checkpoint of step {resume.step}" if resume else "a training from its beginning",
+            reread=first_replayed(resume) if resume else {},
+        )
         self._reader = LogReader(store, layout, start=start, tail=store.at_once())
         self._ledger = ConsumptionLedger(start)
         # Rows that the checkpoint holds as consumed are passed over when they are read again.

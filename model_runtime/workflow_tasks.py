@@ -21,7 +21,7 @@ import msgspec
 from model_runtime.config import WorkflowConfig
 from model_runtime.errors import ConfigError
 from model_runtime.layout import RunLayout
-from model_runtime.log_reader import LogReader
+from model_runtime.log_reader import WholeLog
 from model_runtime.store import Store
 from model_runtime.types import UNFINISHED_STATUSES
 
@@ -202,7 +202,7 @@ def read_cursor(store: Store, layout: RunLayout, model_ids: Sequence[str]) -> Cu
     cursor = Cursor()
     settled_in: dict[tuple[str, int], set[str]] = defaultdict(set)
     for model_id in model_ids:
-        for _, shard in LogReader(store, layout.model(model_id)).new_shards():
+        for _, shard in WholeLog(store, layout.model(model_id)):
             for settlement in shard.settlements:
                 key = (settlement.member.group_id, settlement.member.member_index)
                 attempt = settlement.member.attempt + 1

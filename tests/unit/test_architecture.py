@@ -20,7 +20,7 @@ MAY_USE = {
     "model_runtime": set(),
 }
 GATEWAY_MAY_USE = {"types", "config", "errors", "store", "layout", "documents", "protocol", "trajectory_log"}
-GATEWAY_MAY_USE |= {"llm_client", "workspace", "gateway_config", "patient_store", "tracing"}
+GATEWAY_MAY_USE |= {"llm_client", "workspace", "gateway_config", "patient_store", "tracing", "removed_log"}
 # The trainer process's own modules, and what runs inside vLLM.
 _TRAINER = (
     "trainer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -15,6 +16,7 @@ from model_runtime.config_file import load_config
 from model_runtime.coordinator import begin_run, update_run
 from model_runtime.errors import ConfigError
 from model_runtime.layout import RunLayout
+from model_runtime.removed_log import NOTHING_REMOVED
 from model_runtime.store import open_store
 from model_runtime.summary import summarize
 
@@ -141,7 +143,29 @@ def test_status_lists_the_runs_of_this_home(config_file: Path) -> None:
 def test_status_of_one_run_as_json(config_file: Path) -> None:
     known_run(config_file)
     shown = json.loads(runner.invoke(cli.app, ["status", "run-1", "--json"]).output)
-    assert shown == {"run_id": "run-1", "state": "not started", "live": None, "summary": None}
+    assert shown == {
+        "run_id": "run-1",
+        "state": "not started",
+        "live": None,
+        "summary": None,
+        "store_bytes": {},
+        "removed_log_bytes": 0,
+    }
+
+
+def test_status_of_a_run_says_what_it_takes_and_what_retention_removed(config_file: Path) -> None:
+    config = known_run(config_file)
+    store, layout = open_store(config.store), RunLayout("run-1")
+    begin_run(store, layout, config, epoch=1)
+    model = layout.model(config.models[0].model_id)
+    store.put(model.log_shard("e00001-00001", 7), bytes(2_000_000))
+    removal = msgspec.structs.replace(NOTHING_REMOVED, number=1, num_bytes=40_000_000)
+    store.put(model.removal(1), removal.to_bytes())
+    output = runner.invoke(cli.app, ["status", "run-1"]).output
+    assert "in the store: 2.0 MB (log 2.0, " in output
+    assert output.rstrip().endswith("; 40.0 MB of logs removed")
+    shown = json.loads(runner.invoke(cli.app, ["status", "run-1", "--json"]).output)
+    assert (shown["store_bytes"]["log"], shown["removed_log_bytes"]) == (2_000_000, 40_000_000)
 
 
 def test_stopping_a_run_that_does_not_run_says_so_and_how_to_go_on(config_file: Path) -> None:

@@ -194,6 +194,7 @@ def test_a_summary_prints_rewards_books_adapters_and_the_command() -> None:
 def test_the_store_s_use_is_told_by_part_the_largest_first() -> None:
     used = {"log": 4_000_000, "checkpoints": 8_100_000, "other": 200_000}
     assert disk_use(used) == "in the store: 12.3 MB (checkpoints 8.1, log 4.0, other 0.2)"
+    assert disk_use(used, removed_log_bytes=41_020_000).endswith("); 41.0 MB of logs removed")
 
 
 def test_drops_are_counted_with_their_reasons() -> None:

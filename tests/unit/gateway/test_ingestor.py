@@ -232,6 +232,20 @@ async def test_driving_the_journal_again_changes_nothing(store):
     assert store.list(LAYOUT.journal_writers()) == []
 
 
+async def test_a_log_whose_oldest_shards_are_gone_goes_on_with_its_next_number(store):
+    first = ingestor(store)
+    await first.start()
+    assert [(await first.ingest(execution(i))).seq for i in range(3)] == [0, 1, 2]
+    await first.close()
+    for model_id in MODELS:
+        for seq in range(2):
+            store.delete(LAYOUT.model(model_id).log_shard(WRITER, seq))
+    again = ingestor(store)
+    await again.start()
+    assert (await again.ingest(execution(3))).seq == 3
+    await again.close()
+
+
 async def test_evaluations_stand_apart_and_take_no_number_of_the_log(store):
     writing = ingestor(store)
     await writing.start()

@@ -11,12 +11,15 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.journal import Append, SessionJournal
 from gateway.journal_events import OutcomeDecided, RewardGiven, TurnCommitted, encode_event
 from model_runtime.config import StoreConfig
+from model_runtime.layout import RunLayout
 from model_runtime.local_store import LocalStore
+from model_runtime.removed_log import NOTHING_REMOVED
 from model_runtime.store import Store
 from tests.gateway_harness import RUN_ID, GatewayHarness, LiveSession, live_gateway, make_config
 
@@ -326,6 +329,34 @@ def test_a_session_that_was_being_settled_is_settled_once_wherever_the_crash_was
             assert len(after.rows("plan")) == 1
             assert len(after.rows("solve")) == 2
             assert after.gateway.admission.num_open == 0
+
+
+def test_an_execution_whose_shard_retention_has_removed_meanwhile_is_not_written_again(
+    lives: Lives, before: GatewayHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, other = before.open_session(), before.open_session(member=1)
+    session.chat("hi")
+    other.chat("hi")
+    journals: list[Path] = []
+    delete = before.gateway._store.delete
+
+    def entry_goes(key: str) -> None:
+        journals.append(lives.snapshot(before))
+        delete(key)
+
+    monkeypatch.setattr(before.gateway._store, "delete", entry_goes)
+    answer = session.finalize(0.5)
+    monkeypatch.undo()
+    other.finalize(1.0)
+    layout = RunLayout(RUN_ID)
+    for model_id in ("plan", "solve"):
+        model = layout.model(model_id)
+        removal = msgspec.structs.replace(NOTHING_REMOVED, number=1, floor={"e00001-00001": 1})
+        lives.store.put(model.removal(1), removal.to_bytes())
+        lives.store.delete(model.log_shard("e00001-00001", 0))
+    after = lives.begin(journals[0])
+    assert moved(session, after).finalize() == answer
+    assert [s.member.member_index for s in after.settlements("plan")] == [1]
 
 
 def test_what_was_decided_is_settled_without_being_asked(lives: Lives, before: GatewayHarness) -> None:

@@ -76,12 +76,12 @@ def store(local_store: Store) -> Store:
 
 
 def test_by_default_everything_stays(store: Store) -> None:
-    assert sweep(store, LAYOUT, config(), now=LONG_AGO) == []
+    assert sweep(store, LAYOUT, config(), epoch=1, now=LONG_AGO) == []
     assert len(versions(store)) == 12
 
 
 def test_the_newest_stay_and_a_run_can_be_resumed_from_them(store: Store) -> None:
-    (removed,) = sweep(store, LAYOUT, config(keep_last=3), now=LONG_AGO)
+    (removed,) = sweep(store, LAYOUT, config(keep_last=3), epoch=1, now=LONG_AGO)
     assert checkpoint_steps(store, MODEL) == [10, 9, 8]
     assert removed.checkpoints == tuple(range(7, -1, -1))
     assert versions(store) == [8, 9, 10, 11]
@@ -93,7 +93,7 @@ def test_the_newest_stay_and_a_run_can_be_resumed_from_them(store: Store) -> Non
 
 
 def test_multiples_stay_beside_the_newest(store: Store) -> None:
-    sweep(store, LAYOUT, config(keep_last=2, keep_every=5), now=LONG_AGO)
+    sweep(store, LAYOUT, config(keep_last=2, keep_every=5), epoch=1, now=LONG_AGO)
     assert checkpoint_steps(store, MODEL) == [10, 9, 5, 0]
     assert versions(store) == [0, 5, 9, 10, 11]
 
@@ -102,7 +102,7 @@ def test_versions_that_a_server_may_load_again_stay(store: Store) -> None:
     """max_live_versions of them, and the next."""
     checkpoint(store, 12, 11)
     checkpoint(store, 13, 11)
-    sweep(store, LAYOUT, config(keep_last=2), now=LONG_AGO)
+    sweep(store, LAYOUT, config(keep_last=2), epoch=1, now=LONG_AGO)
     assert versions(store) == [9, 10, 11]
 
 
@@ -112,7 +112,7 @@ def test_whatever_a_replay_from_a_kept_checkpoint_would_commit_stays(store: Stor
         store.delete(MODEL.checkpoint_marker(step))
     for step in range(6, 11):
         store.delete(MODEL.checkpoint_marker(step))
-    sweep(store, LAYOUT, config(keep_last=2), now=LONG_AGO)
+    sweep(store, LAYOUT, config(keep_last=2), epoch=1, now=LONG_AGO)
     assert checkpoint_steps(store, MODEL) == [5, 4]
     assert versions(store) == list(range(4, 12))
 
@@ -124,7 +124,7 @@ def test_what_a_snapshot_names_stays(store: Store) -> None:
     for number in range(12, 20):
         version(store, number)
         checkpoint(store, number, number)
-    sweep(store, LAYOUT, config(keep_last=2), now=LONG_AGO)
+    sweep(store, LAYOUT, config(keep_last=2), epoch=1, now=LONG_AGO)
     assert checkpoint_steps(store, MODEL) == [19, 18, 10]
     assert versions(store) == [10, 17, 18, 19]
 
@@ -139,29 +139,31 @@ def test_the_best_stay_by_evaluations_or_else_by_the_rewards_of_training(
         metrics.append({"step": number, "version": number, "agent/x/reward/mean": reward})
     for number, reward in evaluated.items():
         write_evaluation(store, LAYOUT, evaluation(number, reward))
-    sweep(store, LAYOUT, config(keep_last=2, keep_best=1), now=LONG_AGO)
+    sweep(store, LAYOUT, config(keep_last=2, keep_best=1), epoch=1, now=LONG_AGO)
     assert versions(store) == [best, 9, 10, 11]
 
 
 def test_a_young_version_stays(store: Store) -> None:
-    sweep(store, LAYOUT, config(keep_last=2))
+    sweep(store, LAYOUT, config(keep_last=2), epoch=1)
     assert len(versions(store)) == 12
     assert checkpoint_steps(store, MODEL) == [10, 9]
 
 
 def test_half_a_removal_counts_as_removed_and_is_harmless(store: Store) -> None:
     store.delete(MODEL.version_marker(2))  # died right after the marker
-    (removed,) = sweep(store, LAYOUT, config(keep_last=2), now=LONG_AGO)
+    (removed,) = sweep(store, LAYOUT, config(keep_last=2), epoch=1, now=LONG_AGO)
     assert 2 not in removed.versions
     assert latest_version(store, MODEL) == 11
 
 
-def test_the_log_and_the_documents_of_the_steps_are_never_touched(store: Store) -> None:
-    keys = [MODEL.log_shard("e00001-00001", 0), MODEL.batch(1), MODEL.eval_shard("e00001-00001", 0)]
-    for key in keys:
+def test_the_log_stays_unless_it_is_bounded_and_the_documents_of_the_steps_always_do(store: Store) -> None:
+    always = [MODEL.batch(1), MODEL.eval_shard("e00001-00001", 0), MODEL.metrics_file("steps", 1, 1)]
+    for key in (*always, MODEL.log_shard("e00001-00001", 0)):
         store.put(key, b"1")
-    sweep(store, LAYOUT, config(keep_last=2), now=LONG_AGO)
-    assert all(store.exists(key) for key in keys)
+    sweep(store, LAYOUT, config(keep_last=2), epoch=1, now=LONG_AGO)
+    assert store.exists(MODEL.log_shard("e00001-00001", 0))
+    sweep(store, LAYOUT, config(keep_last=2, max_log_bytes=0), epoch=1, now=LONG_AGO)
+    assert all(store.exists(key) for key in always)
 
 
 def test_a_long_run_takes_a_bounded_part_of_the_store(local_store: Store) -> None:
@@ -169,7 +171,7 @@ def test_a_long_run_takes_a_bounded_part_of_the_store(local_store: Store) -> Non
     for number in range(60):
         version(local_store, number)
         checkpoint(local_store, number, number)
-        sweep(local_store, LAYOUT, config(keep_last=3), now=LONG_AGO)
+        sweep(local_store, LAYOUT, config(keep_last=3), epoch=1, now=LONG_AGO)
         used.append(sum(usage(local_store, LAYOUT).values()))
     assert used[-1] < 1.01 * used[10]  # numbers get longer
     assert set(usage(local_store, LAYOUT)) == {"checkpoints", "versions"}
@@ -188,9 +190,9 @@ def test_a_checkpoint_that_is_to_be_evaluated_stays_until_it_was(store: Store) -
     for step in (10, 20, 30, 50, 60):
         version(store, step)
         checkpoint(store, step, version=step)
-    sweep(store, LAYOUT, run, now=LONG_AGO)
+    sweep(store, LAYOUT, run, epoch=1, now=LONG_AGO)
     assert sorted(checkpoint_steps(store, MODEL)) == [20, 50, 60]
     assert store.exists(MODEL.version_marker(20))
     write_evaluation(store, LAYOUT, evaluation(20, 0.5))
-    sweep(store, LAYOUT, run, now=LONG_AGO)
+    sweep(store, LAYOUT, run, epoch=1, now=LONG_AGO)
     assert sorted(checkpoint_steps(store, MODEL)) == [50, 60]

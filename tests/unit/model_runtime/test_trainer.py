@@ -18,6 +18,7 @@ from model_runtime.errors import StoreError
 from model_runtime.layout import RunLayout, writer_id
 from model_runtime.learner import Learner
 from model_runtime.metrics import read_metrics
+from model_runtime.retention import sweep
 from model_runtime.store import open_store
 from model_runtime.trainer import run_trainer
 from tests.tiny_models import make_model
@@ -511,3 +512,23 @@ def test_the_number_of_a_version_that_was_removed_is_not_given_again(folder):
         folder.store.delete(key)
     assert train(folder) == 0
     assert versions(folder) == ["v0", "v2", "v3", "v4"]
+
+
+def test_a_trainer_goes_on_from_a_log_that_retention_cut_as_from_a_whole_one(tmp_path, base):
+    outcomes = []
+    for name, kept in (("whole", {}), ("cut", {"max_log_bytes": 0, "min_age_s": 0})):
+        folder = TrainingFolder(tmp_path / name, base, run={"retention": kept})
+        for seq in range(6):
+            folder.write_groups(make_groups(2, first=2 * seq), seq=seq)
+        folder.tell(desired="drain", published_version=UNBOUNDED)
+        assert train(folder) == 0
+        removed = sweep(folder.store, RunLayout("run"), folder.config, epoch=1)
+        names = folder.store.children(f"{folder.layout.log_writers()}/{writer_id(1, 1)}")
+        assert (bool(removed), len(names)) == ((True, 3) if kept else (False, 6))
+        folder.store.put(f"{folder.layout.checkpoint(6)}/adapter.safetensors", b"damaged")  # back to step 3
+        folder.epoch = 2
+        folder.write_groups(make_groups(2, first=12), seq=6)
+        assert train(folder) == 0
+        outcomes.append(outcome(folder))
+    assert outcomes[0] == outcomes[1]
+    assert len(outcomes[0]["batches"]) == 7
