@@ -12,6 +12,9 @@ ENVIRONMENT = {
     "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
     "DO_NOT_TRACK": "1",
 }
+GRAPH_LIMIT = {"PREFECT_SERVER_FLOW_RUN_GRAPH_MAX_NODES": "300"}
+"""Of a Prefect server: a browser draws the graph of a thousand tasks for seconds before the run's page shows
+anything else. Of more tasks than this, it draws none."""
 DEFAULT_IMAGE = "repertory"
 MODEL_FLOWS = ("model-runtime",)
 

@@ -29,6 +29,7 @@ from deployments.home import (
     exclusive_home,
     remember_run,
 )
+from deployments.infrastructure import GRAPH_LIMIT
 from deployments.prefect_client import PARENT_FLOW, PrefectApi, require_api
 from model_runtime.config import RunConfig
 from model_runtime.config_file import load_config
@@ -222,7 +223,7 @@ def prefect_env(api_url: str, *, ui: bool) -> dict[str, str]:
     if asked:  # by the server that inherits it; everybody else must say it
         ours["PREFECT_API_AUTH_STRING"] = os.environ.get("PREFECT_API_AUTH_STRING", asked)
     no_proxy = ",".join(filter(None, (os.environ.get("NO_PROXY", ""), "127.0.0.1,localhost")))
-    return dict(os.environ) | ours | {"NO_PROXY": no_proxy, "no_proxy": no_proxy}
+    return GRAPH_LIMIT | dict(os.environ) | ours | {"NO_PROXY": no_proxy, "no_proxy": no_proxy}
 
 
 def serve_deployments(config: RunConfig, launch: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 
+from deployments.infrastructure import GRAPH_LIMIT
 from model_runtime.processes import free_port
 
 SERVER_LIMIT_S = 180.0
@@ -27,15 +28,19 @@ class PrefectServer:
 
 @contextmanager
 def prefect_server(folder: Path) -> Iterator[PrefectServer]:
-    """Its database and its log are in `folder`."""
+    """Its database and its log are in `folder`; what `repertory up` sets for the dashboard holds here too."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    env = os.environ | {
-        "PREFECT_HOME": str(folder),
-        "PREFECT_API_URL": f"{url}/api",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "DO_NOT_TRACK": "1",
-    }
+    env = (
+        GRAPH_LIMIT
+        | dict(os.environ)
+        | {
+            "PREFECT_HOME": str(folder),
+            "PREFECT_API_URL": f"{url}/api",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "DO_NOT_TRACK": "1",
+        }
+    )
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)

@@ -12,9 +12,10 @@ import kubernetes_validate
 import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
+from prefect.settings.models.root import Settings
 from prefect.utilities.templating import apply_values
 
-from deployments.infrastructure import ENVIRONMENT, job_variables, vllm_image
+from deployments.infrastructure import ENVIRONMENT, GRAPH_LIMIT, job_variables, vllm_image
 from model_runtime.config import RunConfig
 from model_runtime.errors import ConfigError
 from model_runtime.own_address import HOST_ENV, own_address, place_gateway, place_servers
@@ -22,6 +23,7 @@ from model_runtime.own_address import HOST_ENV, own_address, place_gateway, plac
 ROOT = Path(__file__).parents[3]
 DOCKER, KUBERNETES = ROOT / "deployments/docker", ROOT / "deployments/kubernetes"
 TEMPLATE = json.loads((KUBERNETES / "base-job-template.json").read_text())
+SERVER = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false"} | GRAPH_LIMIT
 KUBERNETES_VERSION = "1.32"
 INSTRUCTIONS = {"FROM", "ARG", "ENV", "RUN", "WORKDIR", "COPY", "USER", "STOPSIGNAL", "ENTRYPOINT", "CMD"}
 
@@ -154,7 +156,7 @@ def test_the_compose_file_starts_things_in_order_and_keeps_secrets_out() -> None
         dockerfile = service.get("build", {}).get("dockerfile")
         assert dockerfile is None or (ROOT / dockerfile).exists()
     assert services["worker"]["stop_grace_period"] == "90s"
-    assert services["prefect"]["environment"]["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"
+    assert services["prefect"]["environment"].items() >= SERVER.items()
     needed = set(re.findall(r"\$\{(\w+)", text))
     offered = {line.split("=")[0] for line in (DOCKER / "example.env").read_text().split()}
     assert needed == offered
@@ -170,7 +172,13 @@ def test_the_charts_values_name_the_pool_the_password_and_the_template() -> None
     secrets = {worker["selfHostedServerApiConfig"]["basicAuth"]["existingSecret"]}
     assert secrets == {server["server"]["basicAuth"]["existingSecret"]}
     told = {item["name"]: item["value"] for item in server["global"]["prefect"]["env"]}
-    assert told["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false"
+    assert told.items() >= SERVER.items()
+
+
+def test_a_server_takes_the_limit_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((name, value),) = GRAPH_LIMIT.items()
+    monkeypatch.setenv(name, value)
+    assert Settings().server.flow_run_graph.max_nodes == int(value)
 
 
 def test_prefect_yaml_gives_flows_parameters_they_have_and_the_environment_deploy_gives() -> None:

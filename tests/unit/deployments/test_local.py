@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from deployments import local
+from deployments.infrastructure import GRAPH_LIMIT
 from deployments.local import (
     MAX_SERVER_RESTARTS,
     SERVER_STABLE_S,
@@ -68,6 +69,17 @@ def test_nothing_is_reported_to_prefects_makers_and_no_proxy_stands_before_loopb
     assert env["PREFECT_SERVER_UI_ENABLED"] == "false"
     assert env["PREFECT_HOME"] == str(tmp_path / "prefect")
     assert env["NO_PROXY"] == "internal,127.0.0.1,localhost"
+
+
+def test_graphs_too_large_for_a_browser_are_not_drawn_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ((name, value),) = GRAPH_LIMIT.items()
+    monkeypatch.setenv("REPERTORY_HOME", str(tmp_path))
+    monkeypatch.delenv(name, raising=False)
+    assert prefect_env("http://127.0.0.1:1/api", ui=True)[name] == value
+    monkeypatch.setenv(name, "10000")
+    assert prefect_env("http://127.0.0.1:1/api", ui=True)[name] == "10000"
 
 
 async def test_a_prefect_of_ones_own_that_does_not_answer_is_said(
