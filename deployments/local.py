@@ -34,6 +34,7 @@ from deployments.prefect_client import PARENT_FLOW, PrefectApi, require_api
 from model_runtime.config import RunConfig
 from model_runtime.config_file import load_config
 from model_runtime.errors import PrefectError, ProcessError
+from model_runtime.process_logs import next_numbered
 from model_runtime.processes import ChildProcess, free_port
 from model_runtime.protocol import ADMIN_KEY_ENV
 from model_runtime.store import open_store
@@ -320,11 +321,10 @@ def _listens(pid: int, port: int) -> bool:
 
 
 def _new_log(process: str) -> Path:
-    """One file per process and start, never overwritten."""
+    """One file per process and start, never overwritten; the oldest go."""
     folder = home() / "logs"
     folder.mkdir(parents=True, exist_ok=True)
-    number = len(list(folder.glob(f"{process}-*.log"))) + 1
-    return folder / f"{process}-{number:04d}.log"
+    return next_numbered(folder, process, digits=4)
 
 
 if __name__ == "__main__":

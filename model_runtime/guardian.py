@@ -1,10 +1,11 @@
 """Runs one command and makes sure that it, and all it starts, is gone when it should be.
 
-A script of its own, run as `python -I -S guardian.py LIFELINE_FD GRACE_S COMMAND...` by
+A script of its own, run as `python -I -S guardian.py LIFELINE_FD GRACE_S LOG_BYTES LOOK_S COMMAND...` by
 `processes.ChildProcess`. Standard library only: it must start in milliseconds and hold little memory.
 
 LIFELINE_FD is one end of a socket pair. Its other end lives in the parent alone, so reading the end of
-the stream means that the parent died (of whatever, SIGKILL too) or wants the command stopped.
+the stream means that the parent died (of whatever, SIGKILL too) or wants the command stopped. The command's
+log begins anew once it has more than LOG_BYTES, which is looked at every LOOK_S seconds.
 """
 
 import ctypes
@@ -19,13 +20,11 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 TICK_S = 1.0
 AFTER_KILL_S = 5.0
-LOG_LIMIT_BYTES = int(os.environ.get("REPERTORY_LOG_LIMIT_BYTES", 64 * 2**20))
-"""A log that grew beyond this begins anew; the one before it is kept beside it."""
-LOG_LOOK_S = float(os.environ.get("REPERTORY_LOG_LOOK_S", 10.0))
 
 
 def main() -> int:
-    lifeline, grace_s, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    lifeline, grace_s, log_bytes, look_s = int(sys.argv[1]), *map(float, sys.argv[2:5])
+    command = sys.argv[5:]
     os.set_inheritable(lifeline, False)
     libc = ctypes.CDLL(None, use_errno=True)
     # Orphans below this process become its children instead of init's, so none can slip away.
@@ -38,8 +37,8 @@ def main() -> int:
     looked_at = time.monotonic()
     while child not in statuses and _parent_holds(lifeline, wakeup, parent):
         _reap(statuses)
-        if time.monotonic() - looked_at > LOG_LOOK_S:
-            _bound_log()
+        if time.monotonic() - looked_at > look_s:
+            _bound_log(log_bytes)
             looked_at = time.monotonic()
     _end_all(child, statuses, grace_s)
     return statuses.get(child, -signal.SIGKILL)
@@ -90,11 +89,11 @@ def _parent_holds(lifeline: int, wakeup: int, parent: int) -> bool:
     return os.getppid() == parent
 
 
-def _bound_log() -> None:
+def _bound_log(limit_bytes: float) -> None:
     """The output of the command is appended to a file that this process has as its own output too; so it can
     be copied away and cut to nothing while it is written to. What comes in between may be in neither."""
     try:
-        if os.fstat(1).st_size < LOG_LIMIT_BYTES:
+        if os.fstat(1).st_size < limit_bytes:
             return
         path = os.readlink("/proc/self/fd/1")
         with open(path, "rb") as log, open(path + ".1", "wb") as before:

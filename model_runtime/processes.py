@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from model_runtime.errors import ProcessError
+from model_runtime.process_logs import LogLimits
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 _POLL_INTERVAL_S = 0.05
@@ -57,13 +58,15 @@ class ChildProcess:
         process's own. `grace_s` lies between SIGTERM and SIGKILL when it is stopped. The file descriptors
         `pass_fds` are open in it under the same numbers.
 
-        Raises ProcessError when there is no such program.
+        Raises ProcessError when there is no such program, ConfigError for limits of logs that are none.
         """
+        limits = LogLimits.read()
         if shutil.which(argv[0]) is None:
             raise ProcessError(f"can't run {argv[0]!r}: no such program, or it is not executable")
         log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-I", "-S", str(_GUARDIAN), str(theirs.fileno()), str(grace_s), *argv]
+        command = [sys.executable, "-I", "-S", str(_GUARDIAN), str(theirs.fileno()), str(grace_s)]
+        command += [str(limits.max_bytes), str(limits.look_every_s), *argv]
         with theirs, log_path.open("ab") as log:
             # Popen, not asyncio's: that one needs a child watcher, which depends on the loop and its thread.
             guardian = subprocess.Popen(  # noqa: ASYNC220

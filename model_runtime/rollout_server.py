@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import secrets
@@ -20,6 +19,7 @@ from model_runtime.errors import (
     RolloutServerError,
 )
 from model_runtime.llm_client import LLMServerClient
+from model_runtime.process_logs import next_numbered
 from model_runtime.processes import ChildProcess, free_port, read_tail
 from model_runtime.protocol import ServerLoad
 from model_runtime.vllm_command import base_name, check_paths, server_argv, server_env
@@ -214,7 +214,7 @@ class RolloutRuntime:
         replica.child = await ChildProcess.start(
             server_argv(self.model, environment, port=port),
             env=server_env(self.model, api_key=replica.api_key, gpu_ids=self._gpus_of(index)),
-            log_path=_unused_log(self._logs, replica.replica_id),
+            log_path=next_numbered(self._logs, f"vllm-{replica.replica_id}", digits=3),
             grace_s=_STOP_GRACE_S,
         )
         await replica.connect(f"http://{_in_url(rollout.host)}:{port}")
@@ -385,15 +385,6 @@ def describe_log(log: Path | None) -> str:
     cause = f": {causes[-1]}" if causes else ""
     last_lines = "\n".join(tail.splitlines()[-20:])
     return f"{cause}{''.join(hints)}\nThe end of its log {log}:\n{last_lines}"
-
-
-def _unused_log(folder: Path, replica_id: str) -> Path:
-    """A name no earlier attempt has used, of this life of the runtime or one before."""
-    taken = 0
-    for path in folder.glob(f"vllm-{replica_id}-*.log"):
-        with contextlib.suppress(ValueError):
-            taken = max(taken, int(path.stem.rpartition("-")[2]))
-    return folder / f"vllm-{replica_id}-{taken + 1:03d}.log"
 
 
 def _in_url(host: str) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from model_runtime.errors import StoreOutageError, SupersededError, TrainerError
+from model_runtime.process_logs import make_room
 from model_runtime.processes import ChildProcess
 from model_runtime.protocol import (
     CONTROL_FILE,
@@ -176,7 +177,8 @@ class TrainerProcess:
         return f"the trainer ended with exit code {child.returncode} while it was {state or 'starting'}"
 
     def _next_log(self) -> Path:
-        """A log of its own for every life: none is ever overwritten."""
+        """A log of its own for every life: none is ever overwritten, the oldest go."""
+        make_room(self._logs, f"{self.model_id}-trainer", r"e\d+-\d+-\d+")
         self.attempt += 1
         life = f"e{self._spec.epoch}-{self._spec.incarnation}"
         path = self._logs / f"{self.model_id}-trainer-{life}-{self.attempt}.log"

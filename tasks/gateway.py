@@ -15,6 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from model_runtime.config import RunConfig
 from model_runtime.documents import DesiredState
 from model_runtime.errors import ConfigError, ProcessError
+from model_runtime.process_logs import make_room
 from model_runtime.processes import ChildProcess, free_port
 from model_runtime.workspace import Workspace
 from tasks.gateway_admin import ALIVE_EVERY_S, GatewayAdmin
@@ -96,6 +97,7 @@ class GatewayProcess:
             self._listen("gateway.admin_port", self.config.admin_host, self.admin_port)
             self._config_file.write_text(self._run_config.model_dump_json(indent=1))
         self.incarnation += 1
+        make_room(self._logs, "gateway", r"\d+-\d+")
         self._child = await ChildProcess.start(
             self._argv(),
             log_path=self._logs / f"gateway-{self.epoch}-{self.incarnation}.log",

@@ -137,6 +137,16 @@ async def test_when_the_restarts_are_used_up_the_reason_and_the_log_are_told(set
         assert trainer.attempt == 3
 
 
+async def test_the_logs_of_the_oldest_lives_go(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPERTORY_LOG_LIVES", "2")
+    setup.order("fail", "again")
+    async with setup.running() as (_, task):
+        with pytest.raises(TrainerError):
+            await task
+    logs = sorted(path.name for path in setup.logs.iterdir())
+    assert logs == ["m-trainer-e1-0-2.log", "m-trainer-e1-0-3.log"]
+
+
 async def test_a_crash_says_how_and_in_which_state(setup: Setup) -> None:
     trainer = setup.process(limits=TrainerLimits(max_restarts=0))
     setup.order("crash")

@@ -124,6 +124,18 @@ async def test_who_connects_while_no_gateway_runs_is_served_by_the_next(
         supervising.cancel()
 
 
+async def test_the_logs_of_the_oldest_lives_go(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPERTORY_LOG_LIVES", "2")
+    for number, name in enumerate(("1-1", "1-2", "2-1")):
+        log = workspace.logs() / f"gateway-{name}.log"
+        log.touch()
+        os.utime(log, (number, number))
+    gateway = process(workspace)
+    await gateway.start()
+    await gateway.stop()
+    assert sorted(path.name for path in workspace.logs().iterdir()) == ["gateway-2-1.log", "gateway-3-1.log"]
+
+
 async def test_restarts_are_bounded_and_the_error_shows_the_log(workspace: Workspace) -> None:
     gateway = process(workspace, max_restarts=1)
     await gateway.start()
