@@ -399,6 +399,8 @@ class TrainingQueue:
     def consume(self, batch: Batch) -> None:
         """The batch was trained: everything its document names is done with."""
         document = batch.document
+        dropped = Counter(name for names in document.dropped_rows.values() for name in names)
+        dropped.update(row.trajectory_id for row in document.rows)
         for group_id in [*document.groups, *(entry.group_id for entry in document.closed_untrained)]:
             self._ready.pop(group_id, None)
             self._closed.pop(group_id, None)
@@ -406,6 +408,7 @@ class TrainingQueue:
             for position in group.positions:
                 self._ledger.consume_settlement(position)
             for row in group.rows:
+                dropped[row.trajectory_id] -= 1
                 self._ledger.consume_row(row.position, row.trajectory_id)
                 if self._replay.is_on and trained:
                     self._arrays.hand_over(row)
@@ -415,7 +418,7 @@ class TrainingQueue:
                 self._replay.add(group)
         self._replay.used(document)
         self._short_since = None
-        self._consume_drops(document)
+        self._consume_drops(dropped)
         self._totals["trained"] += len(document.rows)
         self._totals["groups_trained"] += len(document.groups)
         for entry in document.replayed:
@@ -429,12 +432,13 @@ class TrainingQueue:
         self._ledger.advance(self._reader.next_seq)
         self._report = self._make_report()
 
-    def _consume_drops(self, document: BatchDocument) -> None:
-        named = Counter((reason, i) for reason, ids in document.dropped_rows.items() for i in ids)
+    def _consume_drops(self, named: Counter[str]) -> None:
+        """Rows that left while they were read, by their ids: when a step is replayed, later shards have been
+        read before it, and a copy may have another reason than it had."""
         left = []
         for drop in self._drops:
-            if named[drop.reason, drop.trajectory_id]:
-                named[drop.reason, drop.trajectory_id] -= 1
+            if named[drop.trajectory_id] > 0:
+                named[drop.trajectory_id] -= 1
                 self._ledger.consume_row(drop.position, drop.trajectory_id)
             else:
                 left.append(drop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from model_runtime.batch_journal import read_batch
 from model_runtime.books import ModelBooks, read_books
 from model_runtime.config import ModelConfig
 from model_runtime.documents import BatchDocument, BatchRow
@@ -76,6 +77,26 @@ def test_trained_dropped_and_waiting_rows_add_up(store):
     books = read_books(store, LAYOUT)
     assert (books.finalized, books.trained, books.in_log) == (12, 4, 0)
     assert books.balanced
+
+
+def test_a_copy_that_came_after_its_row_was_trained_is_named_once_though_its_step_is_replayed(store):
+    write(store, 0, "a", (0, 1))
+    q = queue(store)
+    train(store, q, 1)
+    write(store, 0, "a", (0, 1), writer="e00001-00002")  # copies
+    write(store, 1, "b", (0, 1))
+    train(store, q, 2)
+    resumed = queue(store)  # its trainer died before it saved anything
+    resumed.poll()
+    for step in (1, 2):
+        batch = resumed.replay(read_batch(store, LAYOUT, step))
+        assert batch is not None
+        resumed.consume(batch)
+    assert resumed.progress() == q.progress()
+    write(store, 2, "c", (0, 1))
+    train(store, resumed, 3)
+    assert read_batch(store, LAYOUT, 3).dropped == {}
+    assert read_books(store, LAYOUT).balanced
 
 
 def test_the_books_agree_with_the_queues_own_count(store):
