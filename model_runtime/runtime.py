@@ -194,9 +194,9 @@ class ModelAsyncRuntime:
         return await self._unless_failed(self.registrar.wait_until_stopped())
 
     async def close(self) -> None:
-        """Say goodbye to the gateway, stop trainer and servers. May be called again; goes on when the
-        caller is cancelled meanwhile."""
-        if self._closing is None:
+        """Say goodbye to the gateway, stop trainer and servers; returns when they have ended. May be called
+        again; goes on when the caller is cancelled meanwhile, and begins again if it was cancelled itself."""
+        if self._closing is None or self._closing.cancelled():
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
@@ -426,7 +426,7 @@ class ModelAsyncRuntime:
             await _cancelled(self._registering)
             await self.registrar.send()  # the gateway stops asking the servers before they go
         outcomes = await asyncio.gather(
-            _cancelled(*self._background),  # this stops the trainer
+            self._end_background(),
             self.rollout_runtime.stop(),
             self.parameter_synchronizer.close(),
             self.registrar.close(),
@@ -437,6 +437,11 @@ class ModelAsyncRuntime:
                 raise outcome
         if self._traces is not None:
             await asyncio.to_thread(self._traces.close)
+
+    async def _end_background(self) -> None:
+        await _cancelled(*self._background)  # this stops the trainer
+        if self.trainer is not None:
+            await self.trainer.stop()
 
 
 def trainer_environment(
@@ -452,5 +457,7 @@ def trainer_environment(
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
     """Cancel these tasks and wait until they have ended; what they raise has been seen by others."""
     for task in tasks:
-        task.cancel()
+        # SIGTERM may have cancelled every task of the loop already; once more would break off their cleanup.
+        if not task.cancelling():
+            task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -70,6 +70,7 @@ class TrainerProcess:
         self.status: TrainerStatus | None = None
         self.attempt = 0
         self.pid: int | None = None
+        self._child: ChildProcess | None = None
         self._spec = spec
         self._mailbox = Path(spec.mailbox)
         self._logs = logs
@@ -124,6 +125,11 @@ class TrainerProcess:
             )
             await asyncio.sleep(min(self._limits.backoff_s * 2 ** (failures - 1), self._limits.max_backoff_s))
 
+    async def stop(self) -> None:
+        """End its process and wait for that: `run` does, unless it is cancelled a second time meanwhile."""
+        if self._child is not None and self._child.returncode is None:
+            await self._child.stop()
+
     async def _attempt(self, spec_path: Path, log_path: Path) -> _Trouble | None:
         """One life of the trainer; None when it ended well."""
         status_path = self._mailbox / STATUS_FILE
@@ -131,7 +137,7 @@ class TrainerProcess:
         child = await ChildProcess.start(
             [*TRAINER_ARGV, str(spec_path)], log_path=log_path, env=self._env, grace_s=self._limits.grace_s
         )
-        self.pid = child.pid
+        self.pid, self._child = child.pid, child
         try:
             reason = await self._follow(child, _StatusFile(status_path))
         finally:

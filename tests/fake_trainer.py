@@ -3,12 +3,14 @@
 Steered by files in its mailbox folder: `versions` (how many it commits; default 1), `fail` (reports that
 text and exits 1), `crash` (exits 9 without a word, and removes the file), `hang` (stops beating),
 `supersede` (exits 3), `outage` (reports that text and exits as one whose store stayed away). It drains when
-told to.
+told to. After SIGTERM it ends at once, or in as many
+seconds as the file `slow` says.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -25,6 +27,7 @@ from tests.fake_servers import make_adapter_files
 
 def main(spec: TrainerSpec) -> int:
     folder = Path(spec.mailbox)
+    signal.signal(signal.SIGTERM, lambda *_: end(folder))
     store = open_store(parse_config(spec.config).store)
     layout = RunLayout(spec.run_id).model(spec.model_id)
     with TrainerMailbox(folder) as mailbox:
@@ -66,6 +69,12 @@ def main(spec: TrainerSpec) -> int:
             if state == "drained":
                 return 0
             time.sleep(0.02)
+
+
+def end(folder: Path) -> None:
+    slow = folder / "slow"
+    time.sleep(float(slow.read_text()) if slow.exists() else 0.0)
+    os._exit(128 + signal.SIGTERM)
 
 
 def commit(store, layout, version: int, *, epoch: int) -> None:

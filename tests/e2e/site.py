@@ -27,6 +27,7 @@ from tests.integration.test_prefect_lifecycle import QUICKSTART, short_config
 from tests.marked_processes import MARK, marked
 
 MODELS = ("planner_model", "solver_model")
+PREFECTS_OWN = ("prefect worker start", "prefect.runner", "_workspace_runtime_bootstrap.py hook")
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 
@@ -52,12 +53,13 @@ class Site:
         return [-1 if version is None else version for version in newest]
 
     def processes(self) -> list[str]:
-        """Command lines of all that works for a flow run; not of Prefect's worker and its supervisors."""
+        """Command lines of all that works for a flow run; not of Prefect's worker, its supervisors, and the
+        process each of them starts when a cancelled flow run's is gone, to look for hooks in the flow."""
         found = []
         for process in marked(self.mark, self.folder / "home"):
             with contextlib.suppress(psutil.Error):
                 command = " ".join(process.cmdline())
-                if "prefect worker start" not in command and "prefect.runner" not in command:
+                if not any(word in command for word in PREFECTS_OWN):
                     found.append(command[:160])
         return found
 

@@ -322,6 +322,32 @@ async def test_closing_goes_on_when_its_caller_is_cancelled(setup: Setup) -> Non
         await until(lambda: not any(is_alive(pid) for pid in pids))
 
 
+def cancel_all_but(spared: set[asyncio.Task[Any]]) -> None:
+    """What Prefect's SIGTERM does to the tasks of a flow run's loop."""
+    for task in asyncio.all_tasks() - spared:
+        task.cancel()
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["before", "during"])
+async def test_a_runtime_is_closed_when_its_processes_are_gone_though_every_task_was_cancelled(
+    setup: Setup, begun: bool
+) -> None:
+    spared = asyncio.all_tasks()
+    async with setup.started() as runtime:
+        (setup.mailbox / "slow").write_text("1.5")
+        assert runtime.trainer is not None
+        pids = [runtime.trainer.pid, *(server.pid for server in runtime.rollout_runtime.replicas)]
+        if begun:
+            closing = asyncio.create_task(runtime.close())
+            await asyncio.sleep(0.1)
+        cancel_all_but(spared)
+        await asyncio.sleep(0.05)
+        await runtime.close()
+        assert not any(is_alive(pid) for pid in pids)
+        if begun:
+            assert closing.cancelled()
+
+
 async def test_cancelling_during_the_start_leaves_no_process(setup: Setup) -> None:
     (setup.vllm / "hang").write_text("")
     runtime = setup.runtime()
