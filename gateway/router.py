@@ -27,6 +27,7 @@ from gateway.route_table import AgentModelRouteTable
 from gateway.sampler import Sampled, Sampler, Sampling, or_ask_again
 from gateway.sampling import Settings, check_stop, merge_settings, off_policy_settings
 from gateway.session import Session
+from gateway.slices import in_step
 from gateway.traced import trace_call
 from model_runtime.config import RunConfig
 from model_runtime.errors import ConflictError, InvalidRequestError, LimitExceededError, ModelNotReadyError
@@ -89,7 +90,6 @@ class MultiModelGatewayRouter:
         InvalidRequestError."""
         session.require_active()
         model_id = self._routes.model_of(call.agent_id)
-        self._settings(session, call)
         if call.tools and self._models[model_id].rollout.tool_call_parser is None:
             raise InvalidRequestError(
                 f"model {model_id!r} takes no tools: no parser reads its tool calls; set "
@@ -157,6 +157,7 @@ class MultiModelGatewayRouter:
                 for index, (choice, room) in enumerate(zip(choices, rooms, strict=True))
             ]
             try:
+                await in_step(binding.running)
                 sampled = await _together([self._sampler.sample(sampling) for sampling in samplings])
                 if claimed is not None:
                     await claimed()

@@ -29,6 +29,7 @@ from gateway.interruption import (
 )
 from gateway.metrics import GatewayMetrics
 from gateway.session import Session
+from gateway.slices import in_step
 from gateway.text_stream import before_stop
 from model_runtime.errors import (
     BackendRejectedError,
@@ -186,6 +187,7 @@ class Sampler:
             generation = replace(generation, finish_reason="length")  # ended by itself at that very moment
         elif sampling.stream_is_ahead and generation.finish_reason == "abort":
             sampling.unfinished = generation
+        await in_step(binding.running - 1)
         _require_whole(generation)
         if sampling.partial_rollout and sampling.kept_whole_by and binding.published_version != place.version:
             self._metrics.count_kept_whole(sampling.model_id, sampling.kept_whole_by)
