@@ -358,14 +358,17 @@ class TrajectoryIngestor:
             raise CorruptObjectError(f"{self._store.uri(key)}: not a journal entry: {error}") from error
 
     def _find_next_numbers(self) -> None:
-        """Where this writer goes on; 0 unless a process of the same name wrote before. Of its log the oldest
-        shards may be gone, the newest never is."""
+        """Where this writer goes on; 0 unless a process of the same name wrote before. The oldest
+        of its shards may be gone, the newest never is."""
         for model_id in self._models:
-            log = self._store.children(f"{self._layout.model(model_id).log_writers()}/{self.writer}")
-            self._next_log_seq = max(self._next_log_seq, *(number_in(name) + 1 for name in log), 0)
+            log = self._layout.model(model_id).log_writers()
+            self._next_log_seq = max(self._next_log_seq, self._next_number(log))
         for model_id in self._store.children(self._layout.models()):
-            evaluated = self._store.list(f"{self._layout.model(model_id).eval_writers()}/{self.writer}")
-            self._next_eval_seq[model_id] = len(evaluated)
+            self._next_eval_seq[model_id] = self._next_number(self._layout.model(model_id).eval_writers())
+
+    def _next_number(self, writers: str) -> int:
+        names = self._store.children(f"{writers}/{self.writer}")
+        return max((number_in(name) + 1 for name in names), default=0)
 
 
 def _fail(pending: _Pending, error: Exception) -> None:

@@ -21,6 +21,7 @@ from model_runtime.removed_log import Removal, ShardRecord, last_removal
 from model_runtime.replay import first_replayed
 from model_runtime.store import Store
 from model_runtime.training_config import RetentionConfig
+from model_runtime.trajectory_log import decode_shard
 from model_runtime.types import Shard
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def remove_log(
     if not settings.bounds_log:
         return 0
     last = last_removal(store, layout)
-    sizes = _sizes(store, layout)
+    sizes = _sizes(store, layout.log_writers())
     _delete(store, layout, [p for p in sizes if _is_removed(p, last)])
     sizes = {p: num_bytes for p, num_bytes in sizes.items() if not _is_below(p, last.floor)}
     limits = _limits(store, layout, settings.keep_last or MIN_CHECKPOINTS)
@@ -70,11 +71,44 @@ def remove_log(
     return chosen.freed_bytes
 
 
-def _sizes(store: Store, layout: ModelLayout) -> dict[Position, int]:
-    """Bytes of every shard there is, in the log's order."""
+def remove_evaluation_rows(
+    store: Store,
+    layout: ModelLayout,
+    settings: RetentionConfig,
+    *,
+    now: float,
+    require_leading: Callable[[], None],
+) -> int:
+    """The same of the rows of evaluations, which nobody needs, damaged ones too: what evaluations found is in
+    documents of its own. The bytes of the shards that went."""
+    if not settings.bounds_log:
+        return 0
+    sizes = _sizes(store, layout.eval_writers())
+    chosen = _Choice(settings, now=now, num_bytes=sum(sizes.values()))
+    gone: list[str] = []
+    passed: set[str] = set()  # writers whose next shard is to stay
+    for (writer, seq), num_bytes in sizes.items():
+        key = layout.eval_shard(writer, seq)
+        if chosen.is_over or writer in passed or (writer, seq + 1) not in sizes:
+            continue
+        shard = _read(store, key, decode_shard)
+        if shard is None or chosen.wants(shard):
+            chosen.freed_bytes += num_bytes
+            gone.append(key)
+        else:
+            passed.add(writer)
+    if gone:
+        require_leading()
+    for key in gone:
+        store.delete(key)
+    return chosen.freed_bytes
+
+
+def _sizes(store: Store, writers: str) -> dict[Position, int]:
+    """Bytes of every shard in this folder of writers, in the log's order."""
     found: dict[Position, int] = {}
-    for key, num_bytes in store.sizes(layout.log_writers()).items():
-        writer, _, name = key.removeprefix(f"{layout.log_writers()}/").partition("/")
+    for key, num_bytes in store.sizes(writers).items():
+        writer, _, name = key.removeprefix(f"{writers}/").partition("/")
         found[writer, number_in(name)] = num_bytes
     return dict(sorted(found.items()))
 
@@ -146,13 +180,14 @@ class _Choice:
         return not wants or self.freed_bytes >= MAX_BYTES_AT_ONCE
 
     def wants(self, shard: Shard) -> bool:
-        age_s = self.now - max((s.settled_at for s in shard.settlements), default=self.now)
+        ends = [s.settled_at for s in shard.settlements] or [t.created_at for t in shard.trajectories]
+        age_s = self.now - max(ends, default=self.now)
         if age_s < self.settings.min_age_s:
             return False
         if self.freed_bytes < self.excess_bytes:
             return True
         limit_s = self.settings.max_log_age_s
-        return limit_s is not None and age_s > limit_s * (1 if self.records else 1 + _PORTION)
+        return limit_s is not None and age_s > limit_s * (1 if self.freed_bytes else 1 + _PORTION)
 
     def take(self, position: Position, shard: Shard | None, num_bytes: int) -> None:
         """None: it can't be read. Then it is passed over, and stays where it is."""
@@ -191,18 +226,17 @@ def _choose(
         position = (writer, seq)
         if chosen.is_over or position not in sizes:
             return
-        shard = _read(store, layout, position)
+        shard = _read(store, layout.log_shard(*position), decode_log_shard)
         if shard is not None and not chosen.wants(shard):
             return
         chosen.take(position, shard, sizes[position])
 
 
-def _read(store: Store, layout: ModelLayout, position: Position) -> Shard | None:
+def _read(store: Store, key: str, decode: Callable[..., Shard]) -> Shard | None:
     """None when it is damaged, also on a second look: the damage may have been on the way here."""
-    key = layout.log_shard(*position)
     for _ in range(2):
         try:
-            return decode_log_shard(store.get(key), source=store.uri(key))
+            return decode(store.get(key), source=store.uri(key))
         except (CorruptObjectError, ObjectNotFoundError) as error:
             logger.warning("retention can't read a shard: %s", error)
     return None

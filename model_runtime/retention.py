@@ -23,7 +23,7 @@ from model_runtime.documents import CheckpointDocument, SnapshotDocument, Versio
 from model_runtime.errors import CorruptObjectError, ObjectNotFoundError
 from model_runtime.evaluation import EvaluationDocument, nth_checkpoints, read_evaluations
 from model_runtime.layout import ModelLayout, RunLayout, number_in
-from model_runtime.log_retention import remove_log
+from model_runtime.log_retention import remove_evaluation_rows, remove_log
 from model_runtime.metrics import read_metrics
 from model_runtime.store import Store
 from model_runtime.summary import mean_reward
@@ -65,19 +65,14 @@ def _sweep_models(store: Store, layout: RunLayout, config: RunConfig, *, now: fl
 def _sweep_logs(
     store: Store, layout: RunLayout, config: RunConfig, *, epoch: int, now: float
 ) -> Iterator[Removed]:
-    for model in config.trainable_models:
+    leading = partial(require_leading, store, layout, epoch)
+    for model in config.models:
+        place, settings = layout.model(model.model_id), config.retention
+        num_bytes = remove_evaluation_rows(store, place, settings, now=now, require_leading=leading)
         try:
-            num_bytes = remove_log(
-                store,
-                layout.model(model.model_id),
-                config.retention,
-                epoch=epoch,
-                now=now,
-                require_leading=partial(require_leading, store, layout, epoch),
-            )
+            num_bytes += remove_log(store, place, settings, epoch=epoch, now=now, require_leading=leading)
         except CorruptObjectError as error:  # training needs nothing of it
             logger.error("%s: its log is kept: %s", model.model_id, error)
-            continue
         if num_bytes:
             yield Removed(model.model_id, log_bytes=num_bytes)
 

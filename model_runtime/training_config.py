@@ -41,7 +41,8 @@ class RetentionConfig(Section):
     max_log_bytes: int | None = Field(default=None, ge=0)
     """Bytes of each model's log kept. The oldest trajectories beyond that lose their tokens once no resume
     needs them, from any of the newest keep_last checkpoints (two when that is not set); their rewards and how
-    their executions ended stay. None: no bound by size."""
+    their executions ended stay. Rows of evaluations go beyond as many bytes; what was found stays. None: no
+    bound by size."""
     max_log_age_s: float | None = Field(default=None, ge=0)
     """The same by age: seconds since their executions ended. None: no bound by age."""
 

@@ -236,14 +236,20 @@ async def test_a_log_whose_oldest_shards_are_gone_goes_on_with_its_next_number(s
     first = ingestor(store)
     await first.start()
     assert [(await first.ingest(execution(i))).seq for i in range(3)] == [0, 1, 2]
+    for number in range(2):
+        await first.ingest(execution(number, mode="eval"))
     await first.close()
+    solver = LAYOUT.model("solver_model")
+    store.delete(solver.eval_shard(WRITER, 0))
     for model_id in MODELS:
         for seq in range(2):
             store.delete(LAYOUT.model(model_id).log_shard(WRITER, seq))
     again = ingestor(store)
     await again.start()
     assert (await again.ingest(execution(3))).seq == 3
+    await again.ingest(execution(2, mode="eval"))
     await again.close()
+    assert store.list(solver.eval_writers()) == [solver.eval_shard(WRITER, seq) for seq in (1, 2)]
 
 
 async def test_evaluations_stand_apart_and_take_no_number_of_the_log(store):

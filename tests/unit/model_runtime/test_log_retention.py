@@ -298,6 +298,26 @@ def test_a_folder_and_s3_lose_the_same(kind: str, request: pytest.FixtureRequest
     assert life.what_is_known() == before
 
 
+def test_rows_of_evaluations_go_beyond_the_same_bounds():
+    """They have no settlements, and nothing is made from them later."""
+    store = Fused()
+    for writer in (WRITER, LATER_WRITER):
+        for seq in range(4):
+            shard = Shard(trajectories=shard_of(f"held-out-{seq}", (0, 1)).trajectories)
+            store.put(LAYOUT.eval_shard(writer, seq), encode_shard(shard))
+    sizes = list(store.sizes(LAYOUT.eval_writers()).values())
+    assert sweep(store, RUN, run_config(), epoch=1, now=LONG_AGO) == []
+    assert sweep(store, RUN, run_config(max_log_bytes=0, min_age_s=600), epoch=1, now=1500.0) == []
+    [removed] = sweep(store, RUN, run_config(max_log_bytes=sum(sizes[3:])), epoch=1, now=LONG_AGO)
+    assert removed.log_bytes == sum(sizes[:3]) + sizes[4], "the newest of each writer stays"
+    later = [LAYOUT.eval_shard(LATER_WRITER, seq) for seq in (1, 2, 3)]
+    assert store.list(LAYOUT.eval_writers()) == [LAYOUT.eval_shard(WRITER, 3), *later]
+    store.put(later[0], b"nonsense")
+    assert sweep(store, RUN, run_config(max_log_age_s=60), epoch=1, now=LONG_AGO) != []
+    assert store.list(LAYOUT.eval_writers()) == [LAYOUT.eval_shard(WRITER, 3), later[-1]]
+    assert sweep(store, RUN, run_config(max_log_age_s=60), epoch=1, now=LONG_AGO) == []
+
+
 # ------------------------------------------------------------------ what is left
 
 

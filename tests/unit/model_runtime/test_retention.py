@@ -157,7 +157,7 @@ def test_half_a_removal_counts_as_removed_and_is_harmless(store: Store) -> None:
 
 
 def test_the_log_stays_unless_it_is_bounded_and_the_documents_of_the_steps_always_do(store: Store) -> None:
-    always = [MODEL.batch(1), MODEL.eval_shard("e00001-00001", 0), MODEL.metrics_file("steps", 1, 1)]
+    always = [MODEL.batch(1), MODEL.metrics_file("steps", 1, 1)]
     for key in (*always, MODEL.log_shard("e00001-00001", 0)):
         store.put(key, b"1")
     sweep(store, LAYOUT, config(keep_last=2), epoch=1, now=LONG_AGO)
