@@ -170,6 +170,13 @@ class ModelAsyncRuntime:
                 return None
             await self._changed.wait()
 
+    async def until_servable(self) -> None:
+        """Wait for a server that takes versions, which none does while it restarts; not when this runtime is
+        to stop. Raises what made the model fail: servers that don't come back use up their restarts."""
+        while self.stop_reason is None and not any(r.ready for r in self.rollout_runtime.replicas):
+            self._raise_failure()
+            await self._changed.wait()
+
     async def publish(self, version: int, **columns: object) -> PublishReport:
         """Put a committed version into service; `columns` are noted in its row of the metrics. Raises
         PublishError; the version before it keeps serving and the call may be repeated. Raises SupersededError

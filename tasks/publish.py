@@ -32,7 +32,8 @@ def _may_pass(_task: Task[Any, Any], _run: TaskRun, state: State) -> bool:
 )
 async def publish(runtime: ModelAsyncRuntime, version: int) -> None:
     """When it is this model's turn, load the version beside the old one on every replica, verify it, flip the
-    binding."""
+    binding. A server that is being restarted meanwhile is waited for."""
+    await runtime.until_servable()  # before the turn, which others wait for
     async with turn(runtime.config) as slot:
         await runtime.publish(version, **slot.as_columns())
     announce("version.published", model_id=runtime.model_id, run_id=runtime.run_id, version=version)

@@ -114,10 +114,12 @@ class FaultyProxy:
         self._open = {t for t in self._open if not t.is_closing()} | {transport}
         try:
             return await self._pass_on(request, transport)
-        except ConnectionResetError:
-            return web.Response(
-                status=499
-            )  # nobody reads it: the connection was broken on purpose, or given up
+        except (
+            ConnectionResetError,
+            aiohttp.ClientError,
+        ):  # broken on purpose, given up, or no server behind
+            transport.close()
+            return web.Response(status=499)  # nobody reads it
 
     async def _pass_on(self, request: web.Request, transport: asyncio.Transport) -> web.StreamResponse:
         body = await request.read()

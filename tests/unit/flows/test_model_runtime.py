@@ -50,6 +50,9 @@ class FakeRuntime:
         self.checkpoint_step = coming // 2 * 2 or None
         return coming if coming <= self._last else None
 
+    async def until_servable(self) -> None:
+        pass
+
     async def publish(self, version: int, **columns: object) -> None:
         self.published_version = version
         self.log.append(f"v{version}")

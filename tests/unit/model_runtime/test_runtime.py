@@ -221,6 +221,36 @@ async def test_a_killed_server_comes_back_with_the_version_before_the_gateway_he
         assert "m@v0" in await server.client.list_models()
 
 
+async def test_a_version_is_published_once_a_server_that_died_is_back(setup: Setup) -> None:
+    async with setup.started() as runtime, asyncio.timeout(20):
+        await runtime.publish(await runtime.next_version() or 0)
+        (setup.mailbox / "versions").write_text("2")
+        version = await runtime.next_version()
+        assert version == 1
+        (server,) = runtime.rollout_runtime.replicas
+        os.kill(server.pid or 0, signal.SIGKILL)
+        await until(lambda: not server.ready)
+        with pytest.raises(PublishError, match="no rollout server of m is ready"):
+            await runtime.publish(version)
+        await runtime.until_servable()
+        await runtime.publish(version)
+        assert runtime.published_version == 1
+
+
+async def test_nobody_waits_for_a_server_of_a_model_that_failed_or_is_to_stop(setup: Setup) -> None:
+    async with setup.started(rollout={"max_restarts": 0}) as runtime, asyncio.timeout(10):
+        (server,) = runtime.rollout_runtime.replicas
+        os.kill(server.pid or 0, signal.SIGKILL)
+        await until(lambda: not server.ready)
+        with pytest.raises(RolloutServerError):
+            await runtime.until_servable()
+    async with setup.started() as runtime, asyncio.timeout(10):
+        runtime.rollout_runtime.replicas[0].ready = False
+        answer_with(setup.gateway, desired="stop")
+        await runtime.until_servable()
+        assert runtime.stop_reason == "asked by the parent"
+
+
 async def test_a_killed_trainer_goes_on_and_the_versions_with_it(setup: Setup) -> None:
     async with setup.started() as runtime:
         await runtime.publish(await runtime.next_version() or 0)
