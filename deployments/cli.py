@@ -337,11 +337,15 @@ def status(
 
 
 @app.command()
-def runs(store: StoreOption = None, json: JsonOption = False) -> None:
+def runs(
+    store: StoreOption = None,
+    sizes: Annotated[bool, typer.Option("--sizes", help="Also what each takes in the store.")] = False,
+    json: JsonOption = False,
+) -> None:
     """The runs of a store, whoever launched them; of the newest run's here if none is named."""
     from deployments.history import show_runs
 
-    show_runs(_opened(store), console(), as_json=json)
+    show_runs(_opened(store), console(), sizes=sizes, as_json=json)
 
 
 @app.command()

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deployments.live_view import live_table
-from deployments.summary_view import print_summary
+from deployments.summary_view import disk_use, print_summary
 from model_runtime.adapters import latest_version
 from model_runtime.coordinator import read_run
 from model_runtime.documents import RunDocument
@@ -24,7 +24,7 @@ from model_runtime.layout import CHECKPOINT_MARKER, EVALUATION_INFIX, RunLayout
 from model_runtime.metrics import read_metrics
 from model_runtime.protocol import GatewayStatus
 from model_runtime.store import Store
-from model_runtime.summary import mean_reward, read_summary
+from model_runtime.summary import mean_reward, read_summary, removed_log_bytes, usage
 from tasks.gateway_admin import GatewayAdmin
 
 SHARE_OF_STEPS = 0.1
@@ -133,20 +133,33 @@ def _evaluation(document: EvaluationDocument, model_id: str) -> dict[str, Any]:
 # ------------------------------------------------------------------ shown
 
 
-def show_runs(store: Store, console: Console, *, as_json: bool) -> None:
-    """`repertory runs`."""
+def show_runs(store: Store, console: Console, *, sizes: bool, as_json: bool) -> None:
+    """`repertory runs`; with `sizes`, for which every object of the runs is looked at, what they take."""
     runs = stored_runs(store)
+    used = {run.run_id: _size(store, run.run_id) for run in runs} if sizes else {}
     if as_json:
-        _write([asdict(run) for run in runs])
+        _write([asdict(run) | used.get(run.run_id, {}) for run in runs])
         return
     if not runs:
         console.print(f"no run in {store.url}", highlight=False, soft_wrap=True)
         return
+    columns = ("run", "state", "epoch", "models", "created", "last sign")
     rows = [
         (r.run_id, r.state, str(r.epoch), ", ".join(r.models), _when(r.created_at), _when(r.updated_at))
         for r in runs
     ]
-    _print(console, ("run", "state", "epoch", "models", "created", "last sign"), rows)
+    if sizes:
+        columns = (*columns, "in the store", "logs removed")
+        rows = [(*row, *(f"{n / 1e6:.1f} MB" for n in used[row[0]].values())) for row in rows]
+    _print(console, columns, rows)
+
+
+def _size(store: Store, run_id: str) -> dict[str, int]:
+    layout = RunLayout(run_id)
+    return {
+        "store_bytes": sum(usage(store, layout).values()),
+        "removed_log_bytes": removed_log_bytes(store, layout),
+    }
 
 
 def show_history(store: Store, model_id: str, console: Console, *, run_id: str | None, as_json: bool) -> None:
@@ -196,6 +209,9 @@ def show_stored_run(store: Store, run_id: str, console: Console, *, as_json: boo
     elif live is not None:
         url = document.gateway_url or ""
         console.print(live_table(live, run_id=run_id, started_at=document.created_at, ui_url=url))
+        removed = removed_log_bytes(store, RunLayout(run_id))
+        used = disk_use(usage(store, RunLayout(run_id)), removed_log_bytes=removed)
+        console.print(used, highlight=False, soft_wrap=True)
     else:
         console.print(f"{run_id}: {state}, last sign {_when(document.updated_at)}", highlight=False)
         if summary is not None:

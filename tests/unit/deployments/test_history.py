@@ -7,12 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from deployments.cli import app
-from deployments.history import model_history, show_history, show_stored_run, stored_runs
+from deployments.history import model_history, show_history, show_runs, show_stored_run, stored_runs
 from model_runtime.adapters import write_version
 from model_runtime.config import RunConfig, StoreConfig
 from model_runtime.coordinator import begin_run, update_run
@@ -20,6 +21,7 @@ from model_runtime.errors import ConfigError
 from model_runtime.evaluation import Estimate, EvaluationDocument, EvaluationPlan, write_evaluation
 from model_runtime.layout import RunLayout
 from model_runtime.metrics import MetricsWriter
+from model_runtime.removed_log import NOTHING_REMOVED
 from model_runtime.store import Store, open_store
 from tests.gateway_harness import ADMIN_KEY, RUN_ID, live_gateway, make_config
 from tests.unit.model_runtime.test_adapters import adapter
@@ -84,6 +86,19 @@ def test_runs_are_those_of_the_store_and_not_the_work_of_evaluations(store: Stor
     assert found == [("old", "completed", ["a"]), ("new", "running", ["a", "b"])]
 
 
+def test_runs_say_what_they_take_and_what_retention_removed(store: Store) -> None:
+    removal = msgspec.structs.replace(NOTHING_REMOVED, number=1, num_bytes=7_000_000)
+    store.put(RunLayout("old").model("a").removal(1), removal.to_bytes())
+    console = screen()
+    show_runs(store, console, sizes=True, as_json=False)
+    assert "7.0 MB" in text(console)
+    answer = CliRunner().invoke(app, ["runs", "--sizes", "--json", "--store", store.url])
+    old, new = json.loads(answer.stdout)
+    assert (old["removed_log_bytes"], new["removed_log_bytes"]) == (7_000_000, 0)
+    assert old["store_bytes"] == sum(store.sizes("old").values()) > new["store_bytes"] > 0
+    assert "store_bytes" not in CliRunner().invoke(app, ["runs", "--json", "--store", store.url]).stdout
+
+
 def test_a_models_history_goes_through_its_runs(store: Store) -> None:
     old, new = model_history(store, "a")
     assert (old.newest_version, old.num_steps, old.num_checkpoints) == (3, 3, 1)
@@ -129,4 +144,5 @@ def test_a_run_is_seen_live_from_its_store_with_the_runs_key(tmp_path: Path) -> 
         show_stored_run(store, RUN_ID, live, as_json=False, key=ADMIN_KEY)
         show_stored_run(store, RUN_ID, blind, as_json=False, key=None)
     assert "training" in text(live)
+    assert "in the store: 0.0 MB" in text(live)
     assert "running, as far as the store knows" in text(blind)
