@@ -31,10 +31,12 @@ from model_runtime.errors import ProcessError, RunFailedError, StoreOutageError,
 from model_runtime.layout import RunLayout
 from model_runtime.protocol import GatewayStatus, ModelRenewal, ModelStatus
 from model_runtime.store import Store
+from model_runtime.trajectory_log import encode_shard
+from model_runtime.types import Shard
 from tasks import hang_watch, model_failure
 from tasks.children import Child
 from tasks.hang_watch import HangWatch
-from tests.fakes import make_gateway_status
+from tests.fakes import make_gateway_status, make_trajectory
 
 LAYOUT = RunLayout("run-1")
 
@@ -318,6 +320,24 @@ async def test_a_newer_epoch_ends_the_older_one(
     claim_epoch(local_store, LAYOUT, host="another")
     with pytest.raises(SupersededError):
         await within(follow(run))
+
+
+async def test_what_is_no_longer_kept_is_removed_while_the_run_goes_on(
+    local_store: Store, prefect: FakePrefect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("KEEP_UP_EVERY_S", "SWEEP_EVERY_S"):
+        monkeypatch.setattr(module, name, 0.01)
+    keys = [LAYOUT.model("a").eval_shard("e00001-00001", seq) for seq in range(3)]
+    for key in keys:
+        local_store.put(key, encode_shard(Shard(trajectories=(make_trajectory(),))))
+    run = await make_run(local_store, config(retention={"max_log_bytes": 0}))
+    following = asyncio.create_task(follow(run))
+    async with asyncio.timeout(20):
+        while local_store.list(LAYOUT.model("a").eval_writers()) != keys[-1:]:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    prefect.end("rollout", Completed())
+    await within(following)
+    run.gateway_task.cancel()
 
 
 async def test_a_store_that_is_away_does_not_hold_up_the_watch_over_the_children(
