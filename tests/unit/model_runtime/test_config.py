@@ -411,6 +411,16 @@ BAD: dict[str, tuple[list[tuple[tuple[str | int, ...], Any]], list[str]]] = {
         ["multi_model.models[0].trainer", "kernels: liger needs a GPU", "n_gpus"],
     ),
     "store scheme": ([(("store", "url"), "gs://b/x")], ["store.url", "got 'gs://b/x'", "s3://bucket/prefix"]),
+    "a bound of the log that is none": (
+        [(("retention",), {"max_log_bytes": -1, "max_log_age_s": -0.5})],
+        [
+            "retention.max_log_bytes",
+            "got -1",
+            "retention.max_log_age_s",
+            "got -0.5",
+            "greater than or equal to 0",
+        ],
+    ),
     "store outage": (
         [(("store", "max_outage_s"), -1)],
         ["store.max_outage_s", "got -1", "greater than or equal to 0"],
