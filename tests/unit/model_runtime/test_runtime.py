@@ -367,15 +367,13 @@ async def test_a_runtime_is_closed_when_its_processes_are_gone_though_every_task
         (setup.mailbox / "slow").write_text("1.5")
         assert runtime.trainer is not None
         pids = [runtime.trainer.pid, *(server.pid for server in runtime.rollout_runtime.replicas)]
-        if begun:
-            closing = asyncio.create_task(runtime.close())
-            await asyncio.sleep(0.1)
+        closing = [asyncio.create_task(runtime.close())] if begun else []
+        await asyncio.sleep(0.1)
         cancel_all_but(spared)
         await asyncio.sleep(0.05)
         await runtime.close()
         assert not any(is_alive(pid) for pid in pids)
-        if begun:
-            assert closing.cancelled()
+        assert all(task.cancelled() for task in closing)
 
 
 async def test_cancelling_during_the_start_leaves_no_process(setup: Setup) -> None:
