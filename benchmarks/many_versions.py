@@ -203,7 +203,9 @@ def look(api_url: str, flow_run_id: str) -> dict[str, Any]:
             answers[name] = http.post(path, json=body).raise_for_status().json()
             seconds[name] = time.monotonic() - began
         began = time.monotonic()
-        answers["graph"] = http.get(f"/flow_runs/{flow_run_id}/graph-v2").raise_for_status().json()
+        graph = http.get(f"/flow_runs/{flow_run_id}/graph-v2")
+        if graph.status_code != httpx.codes.BAD_REQUEST:  # it has more nodes than the server hands out
+            graph.raise_for_status()
         seconds["graph"] = time.monotonic() - began
         name = http.get(f"/flow_runs/{flow_run_id}").raise_for_status().json()["name"]
     last = next(run for run in answers["task runs"] if run["name"].startswith("train"))
