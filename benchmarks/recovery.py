@@ -1,13 +1,14 @@
-"""How long a run takes to be itself again after a process was killed.
+"""How long a run stands still after a process was killed.
 
     python benchmarks/recovery.py [--roles trainer gateway …] [--repeats 1] [--json]
 
-The quickstart in small steps; each role is killed in turn with SIGKILL, and the seconds are told until
-every model has answered with a token again, and until every model has begun a training step it had not
-begun before. A role whose death ends the launch (parent, serve) is resumed at once by `repertory up
---resume`, as a person would. Times of a shared machine say little by themselves: the row `nothing` is the
-same wait without a kill, the cadence of an undisturbed run. Exits with 1 when a role was not back within
-LIMIT_S.
+The quickstart in small steps; each role is killed in turn with SIGKILL and the run is watched until it has
+been going on again for a while. Told is the longest time since the kill in which some model answered with no
+token, and in which it began no training step: what was under way when the process died, or waited in a
+queue, may still come at once. A role whose death ends the launch (parent, serve) is resumed at once by
+`repertory up --resume`, as a person would. Times of a shared machine say little by themselves: the row
+`nothing` is the same without a kill, the cadence of an undisturbed run. Exits with 1 when a role was not back
+within LIMIT_S.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,33 +43,59 @@ USUAL = ("trainer", "vllm-engine", "gateway", "runtime")
 LIMIT_S = 420.0
 CALM_S = 10.0
 """Between a recovery and the next kill."""
+LEAST_S, GOING_S = 30.0, 5.0
+"""A run is watched for so long at least, and until each model went on within the last seconds."""
 MANY_STEPS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
+    """Longest times without, of any model; None: not back within LIMIT_S."""
+
     role: str
-    to_token_s: float | None
-    to_step_s: float | None
+    without_token_s: float | None
+    without_step_s: float | None
+
+
+class Silence:
+    """The longest time in which one of the models' counters stood still."""
+
+    def __init__(self, counters: Mapping[str, int]) -> None:
+        self._counters = dict(counters)
+        self._changed_at: dict[str, float] = dict.fromkeys(MODELS, 0.0)
+        self.longest_s = 0.0
+
+    def note(self, counters: Mapping[str, int], at_s: float) -> None:
+        """A counter that began anew goes on too, once it counts something."""
+        for model, count in counters.items():
+            if count not in (0, self._counters.get(model)):
+                self.longest_s = max(self.longest_s, at_s - self._changed_at[model])
+                self._counters[model], self._changed_at[model] = count, at_s
+
+    def is_over(self, at_s: float) -> bool:
+        return all(at_s - changed_at <= GOING_S for changed_at in self._changed_at.values())
 
 
 class Rehearsal(ChaosRun):
     """One run, killed again and again."""
 
     def recover(self, role: str) -> Recovery:
-        tokens, steps, began = self._tokens(), self._steps(), time.monotonic()
+        tokens, steps, began = Silence(self._tokens()), Silence(self._steps()), time.monotonic()
         if role != NOTHING:
             self.strike(Fault(role, "SIGKILL", 0.0))
-        to_token: float | None = None
-        to_step: float | None = None
-        while (to_token is None or to_step is None) and time.monotonic() - began < LIMIT_S:
+        at_s = 0.0
+        while at_s < LIMIT_S:
             self.tick()
-            now = self._tokens()
-            if to_token is None and now and all(now[m] > 0 and now[m] != tokens.get(m, 0) for m in MODELS):
-                to_token = time.monotonic() - began
-            if to_step is None and all(n > steps[m] for m, n in self._steps().items()):
-                to_step = time.monotonic() - began
-        return Recovery(role, to_token, to_step)
+            at_s = time.monotonic() - began
+            tokens.note(self._tokens(), at_s)
+            steps.note(self._steps(), at_s)
+            if at_s >= LEAST_S and tokens.is_over(at_s) and steps.is_over(at_s):
+                return Recovery(role, tokens.longest_s, steps.longest_s)
+        return Recovery(
+            role,
+            tokens.longest_s if tokens.is_over(at_s) else None,
+            steps.longest_s if steps.is_over(at_s) else None,
+        )
 
     def _tokens(self) -> dict[str, int]:
         """Tokens sampled of each model, as the gateway of this moment counts; empty while there is none."""
@@ -130,12 +158,13 @@ def main() -> int:
     if args.json:
         sys.stdout.write(json.dumps([asdict(r) for r in found], indent=1) + "\n")
     else:
-        table = Table("killed", "to the next token of every model", "to the next step of every model")
+        table = Table("killed", "longest without a token of a model", "without a step")
         for role in [NOTHING, *args.roles]:
             of_role = [r for r in found if r.role == role]
-            table.add_row(role, shown([r.to_token_s for r in of_role]), shown([r.to_step_s for r in of_role]))
+            tokens, steps = [r.without_token_s for r in of_role], [r.without_step_s for r in of_role]
+            table.add_row(role, shown(tokens), shown(steps))
         Console().print(table)
-    return 1 if any(r.to_token_s is None or r.to_step_s is None for r in found) else 0
+    return 1 if any(r.without_token_s is None or r.without_step_s is None for r in found) else 0
 
 
 if __name__ == "__main__":

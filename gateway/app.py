@@ -216,12 +216,14 @@ class Gateway:
             inflight_versions=self.holds.counted(binding),
         )
 
-    def open_session(self, request: SessionRequest) -> Session:
+    async def open_session(self, request: SessionRequest) -> Session:
         """Raises ConflictError for versions that nobody holds, and as `SessionRegistry.open`."""
         if request.versions:
             if request.mode == "train":
                 raise InvalidRequestError("versions are for evaluations", param="versions")
             self.holds.require_held(request.versions)
+        if request.takes_over:
+            await self.sessions.end_left_open(request.group_id, request.member_index)
         return self.sessions.open(request)
 
     def set_desired(self, request: DesiredRequest) -> DesiredRequest:

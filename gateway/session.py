@@ -24,6 +24,7 @@ from gateway.journal_events import (
     RewardGiven,
     RewardName,
     RewardsAwaited,
+    SessionOpened,
     TurnCommitted,
     of_session,
 )
@@ -167,6 +168,22 @@ class Session:
     def note(self, event: Event) -> None:
         """Put what just happened to it into the journal."""
         self.journal.write(Append(of_session(self.session_id), event))
+
+    def note_opened(self, *, deadline_at: float) -> None:
+        """`deadline_at`: seconds since 1970, as a next process can tell it."""
+        self.note(
+            SessionOpened(
+                session_id=self.session_id,
+                api_key=self.api_key,
+                member=self.member,
+                mode=self.mode,
+                train=dict(self.train),
+                sampling=self.sampling,
+                forced_sampling=self.forced_sampling,
+                versions=dict(self.versions),
+                deadline_at=deadline_at,
+            )
+        )
 
     def note_turn(
         self,

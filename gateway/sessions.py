@@ -13,7 +13,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway import logs
@@ -28,7 +28,6 @@ from gateway.journal_events import (
     RewardGiven,
     RewardName,
     RewardsAwaited,
-    SessionOpened,
     SessionSettled,
     of_execution,
     of_session,
@@ -139,6 +138,14 @@ class SessionRegistry:
         if request.mode == "eval":
             return self._add(request, member, train={})
         return self._open_member(request, member)
+
+    async def end_left_open(self, group_id: str, member_index: int) -> None:
+        """Settle as `retried` the session of a member that a driver that is gone left open; not one of which
+        nothing was asked yet, which will do, nor one that misses rewards alone."""
+        member = self._groups.get(group_id, {}).get(member_index)
+        session = self._sessions.get(member.session_id or "") if member is not None else None
+        if session is not None and session.agents and session.awaits is None:
+            await self.settle(session, "retried", "its driver was started again")
 
     def find(self, session_id: str, api_key: str, *, trusted: bool = False) -> Session:
         """The open session. `trusted`: the caller has shown the admin key.
@@ -336,6 +343,8 @@ class SessionRegistry:
         self._check_group(group, key)
         member = self._member(key)
         who = f"member {key.member_index} of group {key.group_id!r}"
+        if request.takes_over:
+            key = replace(key, attempt=max(key.attempt, member.next_attempt))
         running = self._sessions.get(member.session_id or "")
         if running is not None:
             if running.member == key and running.outcome is None and not running.agents:
@@ -381,19 +390,7 @@ class SessionRegistry:
             calls=CallLedger(recorded=self._journal.durable),
         )
         self._sessions[session.session_id] = session
-        session.note(
-            SessionOpened(
-                session_id=session.session_id,
-                api_key=session.api_key,
-                member=member,
-                mode=session.mode,
-                train=dict(train),
-                sampling=session.sampling,
-                forced_sampling=session.forced_sampling,
-                versions=dict(session.versions),
-                deadline_at=time.time() + session.deadline - self._clock(),
-            )
-        )
+        session.note_opened(deadline_at=time.time() + session.deadline - self._clock())
         return session
 
     async def _settle(self, session: Session, status: SettlementStatus, reason: str) -> FinalizeAnswer:

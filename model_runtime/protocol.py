@@ -222,6 +222,9 @@ class SessionRequest(_Request):
     group_size: GroupSize = 1
     member_index: Index = 0
     attempt: Index = 0
+    # For the only driver there is: what one that is gone left open of the member ends as `retried`, and this
+    # is the next attempt.
+    takes_over: bool = False
     sampling: dict[str, float | int] = Field(default_factory=dict)  # defaults for requests that name none
     forced_sampling: dict[str, float | int] = Field(default_factory=dict)  # overrides what requests name
     timeout_s: Seconds | None = None

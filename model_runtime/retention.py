@@ -56,8 +56,12 @@ def _sweep_models(store: Store, layout: RunLayout, config: RunConfig, *, now: fl
     settings = config.retention
     if settings.keep_last is None:
         return
-    snapshots = _last_snapshots(store, layout, settings.keep_last)
-    evaluations = read_evaluations(store, layout)
+    try:
+        snapshots = _last_snapshots(store, layout, settings.keep_last)
+        evaluations = read_evaluations(store, layout)
+    except CorruptObjectError as error:  # what is needed can't be told
+        logger.error("checkpoints and versions are kept: %s", error)
+        return
     for model in config.trainable_models:
         yield _sweep_model(store, layout, config, model, snapshots, evaluations, now=now)
 
@@ -68,8 +72,9 @@ def _sweep_logs(
     leading = partial(require_leading, store, layout, epoch)
     for model in config.models:
         place, settings = layout.model(model.model_id), config.retention
-        num_bytes = remove_evaluation_rows(store, place, settings, now=now, require_leading=leading)
+        num_bytes = 0
         try:
+            num_bytes += remove_evaluation_rows(store, place, settings, now=now, require_leading=leading)
             num_bytes += remove_log(store, place, settings, epoch=epoch, now=now, require_leading=leading)
         except CorruptObjectError as error:  # training needs nothing of it
             logger.error("%s: its log is kept: %s", model.model_id, error)

@@ -199,6 +199,7 @@ class WorkflowExecutor:
             group_size=member.group_size,
             member_index=member.member_index,
             attempt=member.attempt,
+            takes_over=not evaluating,
             sampling={} if evaluating else {"temperature": self._config.temperature},
             forced_sampling=self._forced_sampling(member.member_index) if evaluating else {},
             timeout_s=self._config.execution_timeout_s + SESSION_SLACK_S,
@@ -217,8 +218,7 @@ class WorkflowExecutor:
         return {"temperature": self._evaluation.temperature, "seed": seed}
 
     async def _session_answer(self, group: OpenGroup, request: SessionRequest) -> SessionAnswer:
-        # A gateway that was restarted knows the group no more; a session that a killed driver left behind
-        # ends by its own limit. Both pass with patience.
+        # A gateway that was restarted knows the group no more; one more attempt opens it again.
         give_up = time.monotonic() + request.timeout_s if request.timeout_s else 0.0
         pause_s = 0.2
         while True:

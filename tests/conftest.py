@@ -51,12 +51,18 @@ def s3_store_config(moto_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Stor
 
 
 @pytest.fixture
-def real_s3_store_config(monkeypatch: pytest.MonkeyPatch) -> StoreConfig:
-    """A prefix of its own on a real S3 endpoint, as the env file named by REPERTORY_TEST_S3_ENV says."""
+def real_s3_env_file() -> Path:
+    """The env file named by REPERTORY_TEST_S3_ENV; skips the test where there is none."""
     env_file = os.environ.get(REAL_S3_ENV)
     if not env_file:
         pytest.skip(f"no real S3 endpoint: {REAL_S3_ENV} names no env file")
-    values = fakes.read_env_file(Path(env_file))
+    return Path(env_file)
+
+
+@pytest.fixture
+def real_s3_store_config(real_s3_env_file: Path, monkeypatch: pytest.MonkeyPatch) -> StoreConfig:
+    """A prefix of its own on a real S3 endpoint, as the env file says."""
+    values = fakes.read_env_file(real_s3_env_file)
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     return StoreConfig(url=f"s3://{values['S3_TEST_BUCKET']}/{uuid.uuid4().hex}")

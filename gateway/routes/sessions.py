@@ -55,7 +55,7 @@ async def open_group(request: Request, body: GroupRequest) -> GroupAnswer | Resp
 async def open_session(request: Request, body: SessionRequest) -> SessionAnswer:
     """Open a session for one execution."""
     gateway = gateway_of(request)
-    session = gateway.open_session(body)
+    session = await gateway.open_session(body)
     await session.journal.durable()
     agents_url = gateway.agents_url or str(request.base_url).rstrip("/")
     return SessionAnswer(

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 
@@ -107,7 +108,8 @@ def store_of(
         return
     values = read_env_file(env_file)
     with FaultyProxy(values["AWS_ENDPOINT_URL"], seed=seed) as proxy, contextlib.ExitStack() as stack:
-        os.environ.update(values | {"AWS_ENDPOINT_URL": proxy.url, "AWS_ENDPOINT_URL_S3": proxy.url})
+        here = values | {"AWS_ENDPOINT_URL": proxy.url, "AWS_ENDPOINT_URL_S3": proxy.url}
+        stack.enter_context(patch.dict(os.environ, here))
         url = f"s3://{values['S3_TEST_BUCKET']}/chaos-{uuid.uuid4().hex[:8]}"
         server = Daemons(daemons, shlex.split(restart)) if daemons else None
         store = BreakableStore(url, proxy=proxy, daemons=server, seed=seed)

@@ -22,7 +22,7 @@ import pytest
 from model_runtime.books import ModelBooks
 from tests.chaos import matrix
 from tests.chaos.driver import ChaosRun, Outcome, missing_from, wrong_in
-from tests.chaos.store_faults import BreakableStore, Daemons
+from tests.chaos.store_faults import BreakableStore, Daemons, store_of
 from tests.chaos.victims import ENDS_THE_LAUNCH, ROLES, Fault, schedule
 
 SIGNALS = ["SIGKILL", "SIGKILL", "SIGTERM", "SIGSTOP"]
@@ -67,6 +67,30 @@ def test_training_waits_for_neither_a_locked_database_of_prefects_nor_a_server_t
     assert outcome.wrong == []
     assert outcome.faults == faults
     assert outcome.launches == 1
+
+
+@pytest.mark.integration
+@pytest.mark.real_s3
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_goes_through_an_outage_a_tenth_of_refusals_and_a_slow_line_of_its_store(
+    tmp_path: Path, real_s3_env_file: Path
+) -> None:
+    """None of its processes is restarted for it, each fault has its whole time, and training goes on."""
+    faults = [
+        Fault("store", "down", 1.0, 30.0),
+        Fault("store", "refuse", 45.0, 60.0),
+        Fault("store", "slow", 75.0, 60.0),
+    ]
+    with store_of(tmp_path, real_s3_env_file, seed=1) as store:
+        run = ChaosRun(tmp_path, 1, max_steps=80, limit_s=1500.0, breakable=store)
+        outcome = run.run(faults)
+    print(json.dumps(asdict(outcome)))
+    assert outcome.wrong == []
+    assert outcome.faults == faults
+    assert outcome.launches == 1
+    children = [path.name for path in (tmp_path / "home/work/run-1/logs").iterdir()]
+    assert len(children) == len({name.rpartition("-")[0] for name in children}), "a process was started again"
 
 
 def test_a_database_is_locked_until_the_driver_lets_go(tmp_path: Path) -> None:

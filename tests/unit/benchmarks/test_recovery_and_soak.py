@@ -47,24 +47,30 @@ def each(number: int) -> dict[str, int]:
     return dict.fromkeys(MODELS, number)
 
 
-def test_a_run_is_back_when_every_model_has_answered_and_begun_a_new_step(clock: list[Scripted]) -> None:
-    half = each(90) | {MODELS[0]: 100}
-    clock.append(Scripted([each(100), {}, {}, half, each(120)], [5, 5, 5, 5, 5, 6]))
-    assert clock[-1].recover("gateway") == Recovery("gateway", 4.0, 5.0)
+def test_a_run_is_back_when_every_model_goes_on_and_its_longest_silence_is_told(
+    clock: list[Scripted],
+) -> None:
+    """Killed at 0; tokens that were under way come at 1, then there are none of one model until 12."""
+    tokens = [each(100), each(110), *[{}] * 5, *[each(120) | {MODELS[0]: 110}] * 5]
+    tokens += [each(n) for n in range(130, 160)]
+    steps = [5] * 14 + list(range(6, 60))
+    clock.append(Scripted(tokens, steps))
+    assert clock[-1].recover("gateway") == Recovery("gateway", 11.0, 14.0)
     assert [fault.how for fault in clock[-1].hit] == ["SIGKILL"]
 
 
 def test_a_count_that_began_anew_is_a_token_too(clock: list[Scripted]) -> None:
-    clock.append(Scripted([each(100), each(0), each(3)], [5, 6]))
+    tokens = [each(100), each(0), *[each(n) for n in range(3, 60)]]
+    clock.append(Scripted(tokens, list(range(60))))
     assert clock[-1].recover("gateway") == Recovery("gateway", 2.0, 1.0)
 
 
 def test_what_does_not_come_back_is_given_up(clock: list[Scripted], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "LIMIT_S", 10.0)
-    clock.append(Scripted([each(100)], [5]))
-    assert clock[-1].recover(NOTHING) == Recovery(NOTHING, None, None)
+    monkeypatch.setattr(recovery, "LIMIT_S", 40.0)
+    clock.append(Scripted([each(100)], list(range(60))))
+    assert clock[-1].recover(NOTHING) == Recovery(NOTHING, None, 1.0)
     assert clock[-1].hit == []
-    assert shown([None]) == "not within 10 s"
+    assert shown([None]) == "not within 40 s"
     assert shown([1.0, 3.0]) == "2.0 s (1-3)"
 
 

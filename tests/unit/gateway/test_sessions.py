@@ -40,6 +40,32 @@ def test_opening_again_after_a_lost_answer_gives_the_same_session_and_a_busy_mem
     assert refusal(harness.ask_for_session()) == (409, "conflict")
 
 
+def test_a_driver_takes_over_what_the_one_before_left_open(harness: GatewayHarness) -> None:
+    left = harness.open_session()
+    assert harness.open_session(takes_over=True).session_id == left.session_id  # nothing was asked of it
+    left.chat("x")
+    session = harness.open_session(takes_over=True)
+    assert session.workflow_id == f"{harness.group_id}/0/1"
+    assert refusal(left.chat("y")) == (409, "conflict")
+    session.chat("x")
+    session.finalize(1.0)
+    assert [(s.member.attempt, s.status) for s in harness.settlements("plan")] == [
+        (0, "retried"),
+        (1, "finalized"),
+    ]
+    assert [row.member.attempt for row in harness.rows("plan")] == [1]
+
+
+def test_what_is_finished_and_awaits_its_reward_is_not_taken_over(harness: GatewayHarness) -> None:
+    session = harness.open_session()
+    session.chat("x")
+    session.post("finalize", {"reward_deadline_s": 3600})
+    assert refusal(harness.ask_for_session(takes_over=True)) == (409, "conflict")
+    session.post("reward", {"reward": 0.5})
+    until(lambda: harness.settlements("plan"))
+    assert [s.status for s in harness.settlements("plan")] == ["finalized"]
+
+
 def test_a_retried_member_opens_again_with_the_next_attempt_and_leaves_no_rows_of_the_first(
     harness: GatewayHarness,
 ) -> None:

@@ -129,6 +129,20 @@ def test_what_a_snapshot_names_stays(store: Store) -> None:
     assert versions(store) == [10, 17, 18, 19]
 
 
+def test_a_damaged_snapshot_keeps_everything_and_ends_nothing(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    claim_epoch(store, LAYOUT)
+    begin_run(store, LAYOUT, config(), epoch=1)
+    for number in range(12, 20):
+        version(store, number)
+        checkpoint(store, number, number)
+    store.put(LAYOUT.snapshot(1), b"{")
+    assert sweep(store, LAYOUT, config(keep_last=2), epoch=1, now=LONG_AGO) == []
+    assert versions(store) == list(range(20))
+    assert store.uri(LAYOUT.snapshot(1)) in caplog.text
+
+
 @pytest.mark.parametrize(("evaluated", "best"), [({}, 3), ({4: 0.2, 6: 0.9}, 6)])
 def test_the_best_stay_by_evaluations_or_else_by_the_rewards_of_training(
     store: Store, evaluated: dict[int, float], best: int

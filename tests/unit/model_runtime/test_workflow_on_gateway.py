@@ -18,6 +18,7 @@ from model_runtime.store import open_store
 from model_runtime.trajectory_log import decode_shard
 from model_runtime.types import Settlement, Trajectory
 from model_runtime.workflow import DriverReport, RolloutDriver, WorkflowSession
+from model_runtime.workflow_execution import WorkflowExecutor
 from tests.gateway_harness import ADMIN_KEY, RUN_ID, GatewayHarness, live_gateway, make_config
 
 GROUP_SIZE = 3
@@ -115,31 +116,49 @@ def test_a_driver_started_again_finds_everything_settled(harness: GatewayHarness
     assert (again.groups_done_before, again.groups_opened, again.executions) == (2, 0, {})
 
 
-def test_a_driver_that_was_stopped_is_continued_by_the_next(
-    harness: GatewayHarness, config: RunConfig
+async def until_stuck(harness: GatewayHarness, config: RunConfig) -> None:
+    """Drive until all members are settled but the second of each group, which is between two calls; then end
+    the driver."""
+
+    between_calls: list[str] = []
+
+    async def work(task: dict[str, Any], session: WorkflowSession) -> float:
+        if session.member.member_index == 1:
+            await session.chat("searcher", [{"role": "user", "content": str(task["n"])}], max_tokens=8)
+            between_calls.append(session.session_id)
+            await asyncio.sleep(60)
+        return await two_turns(task, session)
+
+    driver = RolloutDriver(config, run_id=RUN_ID, gateway_url=harness.url, store=harness.store, workflow=work)
+    running = asyncio.ensure_future(driver.run())
+    async with asyncio.timeout(20):
+        while driver._tally.executions["finalized"] < 2 * GROUP_SIZE - 2 or len(between_calls) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.mark.parametrize("ends", ["stopped", "killed"])
+def test_a_driver_that_is_gone_is_continued_by_the_next(
+    harness: GatewayHarness, config: RunConfig, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
-    async def stop_midway() -> None:
-        stuck = asyncio.Event()
+    """At once: what it left open does not run until its own limit."""
+    with monkeypatch.context() as patch:
+        if ends == "killed":  # it lets go of nothing
 
-        async def work(task: dict[str, Any], session: WorkflowSession) -> float:
-            if session.member.member_index == 1:
-                stuck.set()
-                await asyncio.sleep(60)
-            return await two_turns(task, session)
+            async def dies(*_: object) -> None:
+                return None
 
-        driver = RolloutDriver(
-            config, run_id=RUN_ID, gateway_url=harness.url, store=harness.store, workflow=work
-        )
-        running = asyncio.ensure_future(driver.run())
-        await stuck.wait()
-        async with asyncio.timeout(20):
-            while driver._tally.executions["finalized"] < 2 * GROUP_SIZE - 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+            patch.setattr(WorkflowExecutor, "_let_go", dies)
+        asyncio.run(until_stuck(harness, config))
 
-    asyncio.run(stop_midway())
-    report = drive(harness, config, two_turns)
+    async def next_driver() -> DriverReport:
+        async with asyncio.timeout(config.workflow.execution_timeout_s / 10):
+            return await RolloutDriver(
+                config, run_id=RUN_ID, gateway_url=harness.url, store=harness.store, workflow=two_turns
+            ).run()
+
+    report = asyncio.run(next_driver())
 
     assert report.executions == {"finalized": 2}
     settlements, rows = log_of(harness, "solve")
@@ -148,6 +167,7 @@ def test_a_driver_that_was_stopped_is_continued_by_the_next(
     assert set(final.values()) == {1}
     assert len(rows) == 2 * GROUP_SIZE
     assert {s.member.attempt for s in settlements if s.member.member_index == 1 and s.is_final} == {1}
+    assert Counter(s.status for s in settlements) == {"finalized": 2 * GROUP_SIZE, "retried": 2}
 
 
 def test_a_failing_server_costs_an_attempt_and_no_low_reward(
