@@ -88,5 +88,5 @@ def next_numbered(folder: Path, process: str, *, digits: int) -> Path:
     """`<process>-<n>.log` with a number that no log there has had, of whichever life."""
     make_room(folder, process, rf"\d{{{digits},}}")
     named = re.compile(rf"{re.escape(process)}-(\d{{{digits},}})\.log")
-    taken = [int(match[1]) for path in folder.iterdir() if (match := named.fullmatch(path.name))]
+    taken = [int(match[1]) for path in folder.glob("*.log") if (match := named.fullmatch(path.name))]
     return folder / f"{process}-{max(taken, default=0) + 1:0{digits}d}.log"

@@ -34,6 +34,10 @@ def test_of_each_process_the_last_lives_are_kept(tmp_path: Path, monkeypatch: py
     assert names(tmp_path) == [f"vllm-m-0-{n:03d}.log{end}" for n in (7, 8, 9) for end in ("", ".1")]
 
 
+def test_the_first_log_begins_in_a_folder_that_is_made_later(tmp_path: Path) -> None:
+    assert next_numbered(tmp_path / "logs", "vllm-m-0", digits=3) == tmp_path / "logs/vllm-m-0-001.log"
+
+
 def test_logs_of_processes_whose_names_begin_alike_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
