@@ -74,8 +74,8 @@ def test_what_does_not_come_back_is_given_up(clock: list[Scripted], monkeypatch:
     assert shown([1.0, 3.0]) == "2.0 s (1-3)"
 
 
-def sample(trajectories: int, *, gateway_mib: float) -> Sample:
-    return Sample(trajectories, gateway_mib, 100.0, 50, 10.0, 100.0, 20.0)
+def sample(trajectories: int, *, gateway_mib: float = 100.0, queue_mib: float = 100.0) -> Sample:
+    return Sample(trajectories, gateway_mib, queue_mib, 50, 10.0, 100.0, 20.0)
 
 
 def test_memory_counts_from_where_everything_bounded_is_full() -> None:
@@ -89,3 +89,10 @@ def test_memory_counts_from_where_everything_bounded_is_full() -> None:
 def test_a_series_too_short_to_fill_it_counts_from_its_tenth() -> None:
     leaking = [sample(n * 50, gateway_mib=100.0 + 10 * n) for n in range(1, 21)]
     assert growth(leaking)["gateway MiB"] == pytest.approx(300 / 120)
+
+
+def test_a_queue_that_fills_and_empties_is_told_from_one_that_grows() -> None:
+    filling = [sample(n * 50, queue_mib=100.0 + 25 * (n % 8)) for n in range(1, 21)]
+    assert growth(filling)["queue MiB"] == pytest.approx(1.0)
+    leaking = [sample(n * 50, queue_mib=100.0 + 25 * (n % 8) + 10 * n) for n in range(1, 21)]
+    assert growth(leaking)["queue MiB"] > LIMITS["queue MiB"]
