@@ -108,6 +108,9 @@ class PlayedRuntime:
             self._store.put(self._layout.checkpoint_marker(step), _manifest(step).to_bytes())
             self.checkpoint_step = step
 
+    async def until_servable(self) -> None:
+        """Its servers are always there."""
+
     async def publish(self, version: int, **columns: object) -> None:
         row = {"version": version, "total_s": 0.1, "at": time.time(), **columns}
         await asyncio.to_thread(self._syncs.append, row)

@@ -136,6 +136,9 @@ class TrainedRuntime:
             await self._changed.wait()
         return None
 
+    async def until_servable(self) -> None:
+        """Its servers are always there."""
+
     async def publish(self, version: int, **columns: object) -> None:
         await asyncio.sleep(PUBLISH_S)
         row = {"version": version, "total_s": PUBLISH_S, "at": time.time(), **columns}
