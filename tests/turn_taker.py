@@ -60,6 +60,9 @@ class Runtime:
             canary=make_canary(files.weights),
         )
 
+    async def until_servable(self) -> None:
+        """Its server is always there."""
+
     async def publish(self, version: int, **columns: object) -> None:
         began = time.time()
         await self._synchronizer.publish(version, columns=columns)
