@@ -129,6 +129,16 @@ def checkpoint_steps(store: Store, layout: ModelLayout) -> list[int]:
     return [step for step in steps if store.exists(layout.checkpoint_marker(step))]
 
 
+def read_manifest(store: Store, layout: ModelLayout, step: int) -> CheckpointDocument | None:
+    """What the checkpoint says of itself, without its tensors; None when it is gone or damaged."""
+    key = layout.checkpoint_marker(step)
+    try:
+        return CheckpointDocument.parse(store.get(key), source=store.uri(key))
+    except (ObjectNotFoundError, CorruptObjectError) as error:
+        logger.warning("what the checkpoint of step %d needs is not known: %s", step, error)
+        return None
+
+
 def _load(store: Store, layout: ModelLayout, step: int) -> Checkpoint:
     marker = layout.checkpoint_marker(step)
     document = CheckpointDocument.parse(store.get(marker), source=store.uri(marker))

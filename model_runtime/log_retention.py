@@ -12,8 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from model_runtime.checkpoints import checkpoint_steps
-from model_runtime.documents import CheckpointDocument
+from model_runtime.checkpoints import checkpoint_steps, read_manifest
 from model_runtime.errors import CorruptObjectError, ObjectExistsError, ObjectNotFoundError
 from model_runtime.layout import ModelLayout, number_in
 from model_runtime.log_reader import Position, decode_log_shard
@@ -130,7 +129,7 @@ def _limits(store: Store, layout: ModelLayout, num_checkpoints: int) -> dict[str
     """Writer → seq below which no resume needs a shard any more: nothing while there are fewer than two
     checkpoints, or when one of them can't be read."""
     checkpoints = [
-        _manifest(store, layout, step) for step in checkpoint_steps(store, layout)[:num_checkpoints]
+        read_manifest(store, layout, step) for step in checkpoint_steps(store, layout)[:num_checkpoints]
     ]
     known = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
     if len(known) < max(MIN_CHECKPOINTS, len(checkpoints)):
@@ -144,15 +143,6 @@ def _limits(store: Store, layout: ModelLayout, num_checkpoints: int) -> dict[str
         )
         for writer in writers
     }
-
-
-def _manifest(store: Store, layout: ModelLayout, step: int) -> CheckpointDocument | None:
-    key = layout.checkpoint_marker(step)
-    try:
-        return CheckpointDocument.parse(store.get(key), source=store.uri(key))
-    except (ObjectNotFoundError, CorruptObjectError) as error:
-        logger.warning("what the checkpoint of step %d needs of the log is not known: %s", step, error)
-        return None
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -51,12 +52,10 @@ def _number(
     given = environ.get(name)
     if not given:
         return default
-    try:
+    with suppress(ValueError):  # told as any other value that is none
         value = kind(given)
         if least <= value < float("inf"):
             return value
-    except ValueError:
-        pass
     raise ConfigError(f"{name}: {given!r} is set in the environment; give it {what}, {least} or more")
 
 

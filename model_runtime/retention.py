@@ -16,11 +16,11 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from model_runtime.checkpoints import checkpoint_steps
+from model_runtime.checkpoints import checkpoint_steps, read_manifest
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.coordinator import require_leading
-from model_runtime.documents import CheckpointDocument, SnapshotDocument, VersionDocument
-from model_runtime.errors import CorruptObjectError, ObjectNotFoundError
+from model_runtime.documents import SnapshotDocument, VersionDocument
+from model_runtime.errors import CorruptObjectError
 from model_runtime.evaluation import EvaluationDocument, nth_checkpoints, read_evaluations
 from model_runtime.layout import ModelLayout, RunLayout, number_in
 from model_runtime.log_retention import remove_evaluation_rows, remove_log
@@ -98,7 +98,7 @@ def _sweep_model(
     named = {s.checkpoints[model_id] for s in snapshots if model_id in s.checkpoints}
     kept_steps = {*steps[: settings.keep_last], *_every(steps, settings.keep_every), *(named & {*steps})}
     kept_steps |= {c.step for c in nth_checkpoints(store, place, config, model, evaluations)}
-    checkpoints = [_checkpoint(store, place, step) for step in sorted(kept_steps)]
+    checkpoints = [read_manifest(store, place, step) for step in sorted(kept_steps)]
     needed = {c.version for c in checkpoints if c is not None}
     needed |= {s.versions[model_id] for s in snapshots if model_id in s.versions}
     resumed_from = [c.version for c in checkpoints if c is not None and c.step in steps[: settings.keep_last]]
@@ -137,15 +137,6 @@ def _every(numbers: Iterable[int], every: int | None) -> set[int]:
 def _versions(store: Store, layout: ModelLayout) -> list[int]:
     numbers = sorted((number_in(name) for name in store.children(layout.versions())), reverse=True)
     return [number for number in numbers if store.exists(layout.version_marker(number))]
-
-
-def _checkpoint(store: Store, layout: ModelLayout, step: int) -> CheckpointDocument | None:
-    key = layout.checkpoint_marker(step)
-    try:
-        return CheckpointDocument.parse(store.get(key), source=store.uri(key))
-    except (ObjectNotFoundError, CorruptObjectError) as error:
-        logger.warning("what the checkpoint of step %d needs is not known: %s", step, error)
-        return None
 
 
 def _age_s(store: Store, layout: ModelLayout, version: int, *, now: float) -> float:

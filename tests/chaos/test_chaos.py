@@ -89,7 +89,7 @@ def test_a_run_goes_through_an_outage_a_tenth_of_refusals_and_a_slow_line_of_its
     assert outcome.wrong == []
     assert outcome.faults == faults
     assert outcome.launches == 1
-    children = [path.name for path in (tmp_path / "home/work/run-1/logs").iterdir()]
+    children = [path.name for path in (tmp_path / "home" / "work" / "run-1" / "logs").iterdir()]
     assert len(children) == len({name.rpartition("-")[0] for name in children}), "a process was started again"
 
 
