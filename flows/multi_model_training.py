@@ -444,7 +444,8 @@ async def evaluate(run: Run) -> None:
 
 
 async def stop_children(run: Run) -> None:
-    """`stop`, and wait until every model's flow run has ended by itself."""
+    """`stop`, and wait until every model's flow run has ended. One whose process was lost meanwhile is not
+    started again: training was over, and all of it is in the store."""
     await want(run, "stop", "the run is over")
     until = time.monotonic() + STOP_LIMIT_S
     while any(child.final is None for child in run.children):
@@ -454,7 +455,9 @@ async def stop_children(run: Run) -> None:
             return
         await asyncio.sleep(POLL_S)
         for child in await look(run.children):
-            if not child.completed:
+            if child.lost:
+                log.warning("%s was lost while it stopped: %s", child.role, child.outcome)
+            elif not child.completed:
                 run.failures[child.role] = child.outcome
 
 

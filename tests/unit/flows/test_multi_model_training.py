@@ -450,6 +450,17 @@ async def test_stop_waits_until_every_child_has_ended(run: Run, prefect: FakePre
     assert run.failures == {}
 
 
+async def test_who_is_lost_while_the_run_stops_is_neither_a_failure_nor_started_again(
+    run: Run, prefect: FakePrefect
+) -> None:
+    prefect.end("a", Crashed(message="exited with -9"))
+    prefect.end("b", Failed(message="no space left"))
+    prefect.end("rollout", Completed())
+    await within(stop_children(run))
+    assert run.failures == {"b": "Failed: no space left"}
+    assert prefect.started == ["a", "b", "rollout"]
+
+
 @pytest.mark.parametrize(
     ("error", "state"),
     [
