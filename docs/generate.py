@@ -21,9 +21,9 @@ from model_runtime.config import RunConfig  # noqa: E402
 
 CONFIGURATION_HEAD = """# Every setting
 
-Made from `model_runtime/config.py` by `make docs`; change it there. `repertory validate FILE` checks a file
-and names each wrong field with its value. Unknown settings are refused. Paths in a file are relative to it. A
-setting without a default has to be given.
+Made from `model_runtime/config.py` and the sections it imports by `make docs`; change it there.
+`repertory validate FILE` checks a file and names each wrong field with its value. Unknown settings are
+refused. Paths in a file are relative to it. A setting without a default has to be given.
 """
 
 METRICS_HEAD = """# Metrics of the gateway
