@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.devices import assign_gpus, check_gpus, visible_gpus
 from model_runtime.errors import RepertoryError
+from model_runtime.own_address import AUTO, own_address
 from model_runtime.protocol import ADMIN_KEY_ENV, admin_key
 from model_runtime.store import open_store
 from model_runtime.tokenizer_bundle import build_tokenizer_document
@@ -207,6 +208,7 @@ def _tracing(config: RunConfig) -> str:
 def _gateway_port(setting: str, host: str, port: int | None) -> str:
     if port is None:
         return f"a free one on {host}"
+    host = own_address() if host == AUTO else host
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -74,7 +74,8 @@ install_cpu_torch() {
   "$@" "torch==$TORCH+cpu" 2>/dev/null || "$@" --extra-index-url "$CPU_TORCH_INDEX" "torch==$TORCH+cpu"
 }
 
-# make_environment FOLDER FUNCTION: anew unless its stamp fits; output goes to FOLDER/install.log.
+# make_environment FOLDER FUNCTION: anew unless its stamp fits, from nothing for another device, whose builds
+# would stay beside the new ones; output goes to FOLDER/install.log.
 make_environment() {
   local folder=$1 install=$2 started=$SECONDS
   if [ "$(cat "$folder/stamp" 2>/dev/null)" = "$stamp" ]; then
@@ -82,8 +83,10 @@ make_environment() {
   fi
   echo "install: making $folder …"
   rm -f "$folder/stamp"
-  if ! "$folder/bin/python" -c "import sys; sys.exit(sys.prefix != '$root/$folder')" 2>/dev/null; then
+  if [ "$(cat "$folder/device" 2>/dev/null)" != "$device" ] ||
+    ! "$folder/bin/python" -c "import sys; sys.exit(sys.prefix != '$root/$folder')" 2>/dev/null; then
     "$python" -m venv --clear "$folder" || fail "can't make $folder; on Debian and Ubuntu: apt install python3-venv"
+    echo "$device" >"$folder/device"
   fi
   if ! "$install" >"$folder/install.log" 2>&1; then
     grep -v -e '^$' -e '^WARNING: ' "$folder/install.log" | tail -n 25 >&2

@@ -44,7 +44,8 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     console.print(rewards_table(summary))
     if summary.held_out is not None:
         held_out = summary.held_out
-        line(f"held-out tasks, greedy, {held_out.num_executions} executions: {shown(held_out.reward)}")
+        num, reward = held_out.num_executions, shown(held_out.reward)
+        line(f"held-out tasks, {held_out.sampled}, {num} executions: {reward}")
     console.print(books_table(summary))
     for model in summary.models:
         if any(model.dropped.values()):

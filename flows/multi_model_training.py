@@ -428,7 +428,7 @@ def _training_over(status: ModelStatus | None, child: Child) -> bool:
 
 
 async def evaluate(run: Run) -> None:
-    """The held-out tasks, greedily, with the last versions. A failed model's agents can't be evaluated."""
+    """The held-out tasks with the last versions. A failed model's agents can't be evaluated."""
     if run.config.workflow.held_out_tasks is None or run.config.workflow.function is None or run.failures:
         return
     run.evaluation = _driver(run, "evaluation")

@@ -38,7 +38,7 @@ async def rollout(
         epoch: The life of the parent that started this.
         gateway_url: The gateway's control API, where groups and sessions are opened.
         config: The whole run's configuration.
-        mode: train, or eval: the held-out tasks, each once and greedily, outside of training.
+        mode: train, or eval: the held-out tasks, outside of training, sampled as `evaluation` says.
     """
     await load_credentials(config.store)
     outcome = await run_watched(_work(run_id, epoch, gateway_url, config, mode))
@@ -62,6 +62,7 @@ async def _work(
         )
         if mode == "eval":
             held_out = HeldOut(
+                temperature=config.evaluation.temperature,
                 num_executions=sum(report.executions.values()),
                 reward=report.mean_reward,
                 agent_success=report.agent_success,

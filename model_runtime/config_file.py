@@ -160,6 +160,9 @@ def _absolute(config: RunConfig, folder: Path) -> RunConfig:
             "python_path": anchor(config.workflow.python_path or "."),
         }
     )
+    gateway = config.gateway.model_copy(
+        update={field: anchor(getattr(config.gateway, field)) for field in ("tls_certificate", "tls_key")}
+    )
     store = config.store
     if "://" not in store.url:
         store = store.model_copy(update={"url": anchor(store.url)})
@@ -167,6 +170,7 @@ def _absolute(config: RunConfig, folder: Path) -> RunConfig:
         update={
             "multi_model": config.multi_model.model_copy(update={"models": models}),
             "workflow": workflow,
+            "gateway": gateway,
             "store": store,
             "tracking": config.tracking.model_copy(update={"folder": anchor(config.tracking.folder)}),
         }

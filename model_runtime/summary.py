@@ -78,11 +78,16 @@ class ModelSummary(_Part):
 
 
 class HeldOut(_Part):
-    """Greedy executions of tasks never trained on, with the last versions."""
+    """Executions of tasks never trained on, with the last versions."""
 
+    temperature: float = 0.0
     num_executions: int
     reward: float | None
     agent_success: dict[str, float] = Field(default_factory=dict)
+
+    @property
+    def sampled(self) -> str:
+        return f"at temperature {self.temperature:g}" if self.temperature else "greedy"
 
 
 class RunSummary(_Part):

@@ -72,7 +72,7 @@ class WorkflowSession:
 
     async def chat(self, agent_id: str, messages: list[dict[str, Any]], **sampling: Any) -> ChatReply:
         """Ask an agent. `sampling` takes the fields of a Chat Completions request: max_tokens, temperature,
-        stop, seed, … A session may force some of them (held-out runs are greedy).
+        stop, seed, … A session may force some of them (evaluations do).
 
         Raises GatewayError: let it pass, the execution is tried again where that may help.
         """

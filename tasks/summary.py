@@ -74,7 +74,8 @@ def markdown(summary: RunSummary) -> str:
         f"Summary: {summary.summary_uri}",
     ]
     if summary.held_out is not None:
-        lines.insert(3, f"Held-out, greedy: {shown(summary.held_out.reward)}.")
+        held_out = summary.held_out
+        lines.insert(3, f"Held-out, {held_out.sampled}: {shown(held_out.reward)}.")
     return "\n".join(lines)
 
 

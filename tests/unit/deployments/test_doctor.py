@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models
 
 from deployments.doctor import Check, run_checks
 from model_runtime.config import RunConfig
+from model_runtime.processes import free_port
 from tests.fake_vllm import make_fake_vllm
 
 
@@ -147,6 +148,14 @@ def test_a_gateway_port_in_use_is_named(raw):
     assert not check.ok
     assert str(port) in check.detail
     assert "gateway.port" in check.fix
+
+
+def test_the_machines_own_address_is_looked_up_for_a_gateway_port(raw, monkeypatch):
+    monkeypatch.setenv("REPERTORY_HOST", "127.0.0.1")
+    raw["gateway"] = {"host": "auto", "port": free_port()}
+    check = checks(raw)["gateway port"]
+    assert check.ok, check
+    assert "on 127.0.0.1 is free" in check.detail
 
 
 def test_traces_without_their_packages_are_named_before_a_run(raw, monkeypatch):

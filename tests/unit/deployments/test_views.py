@@ -167,7 +167,7 @@ def test_a_summary_prints_rewards_books_adapters_and_the_command() -> None:
             AgentSummary(agent_id="search_agent", model_id="solver_model", reward=reward, success=reward)
         ],
         models=[model],
-        held_out=HeldOut(num_executions=40, reward=0.975),
+        held_out=HeldOut(temperature=0.7, num_executions=40, reward=0.975),
         run_uri="file:///runs/r",
         summary_uri="file:///runs/r/summary.json",
         created_at=0.0,
@@ -179,7 +179,7 @@ def test_a_summary_prints_rewards_books_adapters_and_the_command() -> None:
     for wanted in (
         "run shop-1: completed after 4 min 7 s",
         "0.05 → 0.91",
-        "greedy, 40 executions: 0.97",
+        "held-out tasks, at temperature 0.7, 40 executions: 0.97",
         "12: 12 zero_variance",
         "zero_variance: all rewards of the group were equal",
         "solver_model stopped after step 20: too many groups in a row had equal rewards",

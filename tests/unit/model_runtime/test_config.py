@@ -530,6 +530,7 @@ def test_relative_paths_are_taken_from_the_file_s_folder(tmp_path: Path) -> None
         ((*FIRST, "adapter_path"), "../adapter"),
         (("workflow",), {"function": "m:f", "tasks": "t.jsonl", "held_out_tasks": "h.jsonl"}),
         (("store",), {"url": "runs"}),
+        (("gateway",), {"tls_certificate": "tls/cert.pem", "tls_key": "/etc/key.pem"}),
     )
     path = tmp_path / "conf" / "run.yaml"
     path.parent.mkdir()
@@ -544,6 +545,8 @@ def test_relative_paths_are_taken_from_the_file_s_folder(tmp_path: Path) -> None
     assert config.workflow.held_out_tasks == str(tmp_path / "conf/h.jsonl")
     assert config.workflow.python_path == str(tmp_path / "conf")
     assert config.store.url == str(tmp_path / "conf/runs")
+    assert config.gateway.tls_certificate == str(tmp_path / "conf/tls/cert.pem")
+    assert config.gateway.tls_key == "/etc/key.pem"
 
 
 def test_urls_stay_as_they_are(tmp_path: Path) -> None:

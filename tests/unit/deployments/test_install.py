@@ -1,0 +1,71 @@
+"""`deployments/install.sh` with an interpreter that only notes what it is asked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+INTERPRETER = """#!/bin/bash
+echo "$@" >>"$NOTES"
+if [ "$1 $2" = "-m venv" ]; then rm -rf "$4" && mkdir -p "$4/bin" && cp "$0" "$4/bin/python"; fi
+"""
+
+
+class Installer:
+    """A project's folder with the installer in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._notes = folder / "notes"
+        (folder / "deployments").mkdir()
+        for name in ("deployments/install.sh", "pyproject.toml"):
+            shutil.copy(ROOT / name, folder / name)
+        self._python = folder / "python"
+        self._python.write_text(INTERPRETER)
+        self._python.chmod(0o755)
+
+    def install(self, device: str) -> list[str]:
+        """What the interpreters were asked."""
+        self._notes.write_text("")
+        given = {"NOTES": str(self._notes), "PYTHON": str(self._python), "REPERTORY_DEVICE": device}
+        command = [self.folder / "deployments/install.sh"]
+        subprocess.run(command, env=os.environ | given, check=True, capture_output=True, timeout=60)
+        return self._notes.read_text().splitlines()
+
+
+@pytest.fixture
+def installer(tmp_path: Path) -> Installer:
+    return Installer(tmp_path)
+
+
+def made(asked: list[str]) -> list[str]:
+    return sorted(line for line in asked if "venv --clear" in line)
+
+
+BOTH = ["-m venv --clear .venv", "-m venv --clear .venv-vllm"]
+
+
+def test_what_is_up_to_date_is_left_alone(installer: Installer) -> None:
+    assert made(installer.install("cpu")) == BOTH
+    again = installer.install("cpu")
+    assert not [line for line in again if "pip install" in line]
+    assert made(again) == []
+
+
+def test_a_changed_project_is_installed_into_the_same_environments(installer: Installer) -> None:
+    installer.install("cpu")
+    with (installer.folder / "pyproject.toml").open("a") as project:
+        project.write("# changed\n")
+    asked = installer.install("cpu")
+    assert [line for line in asked if "pip install" in line]
+    assert made(asked) == []
+
+
+def test_another_device_gets_environments_without_the_builds_of_the_one_before(installer: Installer) -> None:
+    installer.install("cpu")
+    assert made(installer.install("cuda")) == BOTH
