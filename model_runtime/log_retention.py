@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from model_runtime.checkpoints import checkpoint_steps, read_manifest
+from model_runtime.checkpoints import checkpoint_steps, find_manifest
 from model_runtime.errors import CorruptObjectError, ObjectExistsError, ObjectNotFoundError
 from model_runtime.layout import ModelLayout, number_in
 from model_runtime.log_reader import Position, decode_log_shard
@@ -129,7 +129,7 @@ def _limits(store: Store, layout: ModelLayout, num_checkpoints: int) -> dict[str
     """Writer → seq below which no resume needs a shard any more: nothing while there are fewer than two
     checkpoints, or when one of them can't be read."""
     checkpoints = [
-        read_manifest(store, layout, step) for step in checkpoint_steps(store, layout)[:num_checkpoints]
+        find_manifest(store, layout, step) for step in checkpoint_steps(store, layout)[:num_checkpoints]
     ]
     known = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
     if len(known) < max(MIN_CHECKPOINTS, len(checkpoints)):

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from model_runtime.checkpoints import checkpoint_steps, read_manifest
+from model_runtime.checkpoints import checkpoint_steps, find_manifest
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.coordinator import require_leading
 from model_runtime.documents import SnapshotDocument, VersionDocument
@@ -98,7 +98,7 @@ def _sweep_model(
     named = {s.checkpoints[model_id] for s in snapshots if model_id in s.checkpoints}
     kept_steps = {*steps[: settings.keep_last], *_every(steps, settings.keep_every), *(named & {*steps})}
     kept_steps |= {c.step for c in nth_checkpoints(store, place, config, model, evaluations)}
-    checkpoints = [read_manifest(store, place, step) for step in sorted(kept_steps)]
+    checkpoints = [find_manifest(store, place, step) for step in sorted(kept_steps)]
     needed = {c.version for c in checkpoints if c is not None}
     needed |= {s.versions[model_id] for s in snapshots if model_id in s.versions}
     resumed_from = [c.version for c in checkpoints if c is not None and c.step in steps[: settings.keep_last]]
