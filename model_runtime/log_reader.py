@@ -178,6 +178,11 @@ class ReadAhead:
         return left
 
 
+def is_below(position: Position, marks: Mapping[str, int]) -> bool:
+    """Does it come before its writer's mark? Of a writer without one nothing does."""
+    return position[1] < marks.get(position[0], 0)
+
+
 def occurrence(position: Position, trajectory_id: str) -> str:
     """Name of one row in the log: the id alone doesn't tell a row from its copy in another shard."""
     return f"{position[0]}/{position[1]}/{trajectory_id}"
