@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from model_runtime.documents import BatchDocument, CheckpointDocument
 from model_runtime.errors import LogRemovedError, StoreUnavailableError, SupersededError
 from model_runtime.layout import RunLayout
 from model_runtime.log_reader import WholeLog
-from model_runtime.removed_log import is_in_log, last_removal
+from model_runtime.removed_log import NOTHING_REMOVED, is_in_log, last_removal
 from model_runtime.retention import sweep
 from model_runtime.store import Store, open_store
 from model_runtime.summary import summarize, usage
@@ -431,6 +432,17 @@ def test_a_shard_that_comes_back_is_read_by_nobody_and_removed_again():
     assert life.what_is_known() == before
     life.sweep()
     assert not life.store.exists(key)
+
+
+@pytest.mark.parametrize("model_id", ["solver", "log", "removed"])
+def test_a_removed_shard_was_in_its_log_whatever_its_model_is_called(model_id: str):
+    place, store = RUN.model(model_id), MemoryStore()
+    store.put(place.log_shard(WRITER, 2), b"the newest stays")
+    removal = msgspec.structs.replace(NOTHING_REMOVED, number=1, floor={WRITER: 2})
+    store.put(place.removal(1), removal.to_bytes())
+    found = [is_in_log(store, place.log_shard(WRITER, seq)) for seq in range(4)]
+    assert found == [True, True, True, False]
+    assert not is_in_log(store, place.eval_shard(WRITER, 0))
 
 
 def test_an_older_epoch_removes_nothing():
