@@ -126,8 +126,9 @@ class WholeLog:
 
     @property
     def num_damaged(self) -> int:
-        """Shards that could not be read, of what was read so far."""
-        return len(self._reader.quarantined) + self._removed.num_damaged
+        """Shards that could not be read, of what was read so far; one that was set aside before a removal
+        passed it over is one."""
+        return len({*self._reader.quarantined, *self._removed.damaged})
 
 
 class ReadAhead:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -224,9 +224,9 @@ class RemovedLog:
         return self._last.floor
 
     @property
-    def num_damaged(self) -> int:
-        """Removed shards of which nothing is known."""
-        return len(self._last.damaged)
+    def damaged(self) -> Collection[tuple[str, int]]:
+        """(writer, seq) of shards below the floor of which nothing is known."""
+        return self._last.damaged
 
     def shards_of(self, writer: str, *, start: int) -> Iterator[tuple[int, RemovedShard]]:
         for record in self._shards.get(writer, []):

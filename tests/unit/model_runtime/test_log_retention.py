@@ -391,6 +391,25 @@ def test_the_log_is_read_whole_while_it_is_removed():
     assert found == [(WRITER, seq) for seq in range(8)]
 
 
+def test_a_damaged_shard_that_a_removal_passes_over_while_the_log_is_read_counts_once():
+    life = Life(run_config(max_log_bytes=0))
+    life.store.put(LAYOUT.log_shard(WRITER, 0), b"nonsense")
+    life.seqs[WRITER] = 1
+    for number in range(4):
+        life.group(f"g{number}")
+        life.train()
+        life.save()
+    life.store.put(LAYOUT.log_shard(LATER_WRITER, 0), b"nonsense")  # above what is removed
+    log, num_damaged = WholeLog(life.store, LAYOUT), []
+    for number, _ in enumerate(log):
+        if number == 1:
+            life.sweep()
+        num_damaged.append(log.num_damaged)
+    assert last_removal(life.store, LAYOUT).damaged == [(WRITER, 0)]
+    assert num_damaged == [1, 1, 2, 2]
+    assert log.num_damaged == read_books(life.store, LAYOUT).num_damaged_shards == 2
+
+
 def test_what_is_removed_is_counted():
     life = trained(16, checkpoints=(2, 3, 5, 8), max_log_bytes=0)
     sizes = life.store.sizes(LAYOUT.log_writers())
