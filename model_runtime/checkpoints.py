@@ -129,19 +129,24 @@ def checkpoint_steps(store: Store, layout: ModelLayout) -> list[int]:
     return [step for step in steps if store.exists(layout.checkpoint_marker(step))]
 
 
-def read_manifest(store: Store, layout: ModelLayout, step: int) -> CheckpointDocument | None:
-    """What the checkpoint says of itself, without its tensors; None when it is gone or damaged."""
+def read_manifest(store: Store, layout: ModelLayout, step: int) -> CheckpointDocument:
+    """What the checkpoint says of itself, without its tensors. Raises CorruptObjectError when it is damaged,
+    ObjectNotFoundError when it is gone, as that of a step that is being saved again is for a while."""
     key = layout.checkpoint_marker(step)
+    return CheckpointDocument.parse(store.get(key), source=store.uri(key))
+
+
+def find_manifest(store: Store, layout: ModelLayout, step: int) -> CheckpointDocument | None:
+    """The same; None when it is gone or damaged."""
     try:
-        return CheckpointDocument.parse(store.get(key), source=store.uri(key))
+        return read_manifest(store, layout, step)
     except (ObjectNotFoundError, CorruptObjectError) as error:
         logger.warning("what the checkpoint of step %d needs is not known: %s", step, error)
         return None
 
 
 def _load(store: Store, layout: ModelLayout, step: int) -> Checkpoint:
-    marker = layout.checkpoint_marker(step)
-    document = CheckpointDocument.parse(store.get(marker), source=store.uri(marker))
+    document = read_manifest(store, layout, step)
     state = TrainingState(
         adapter=_read_arrays(store, layout, document, ADAPTER_FILE),
         optimizer=_read_arrays(store, layout, document, OPTIMIZER_FILE),

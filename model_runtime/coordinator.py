@@ -7,10 +7,12 @@ numbered; the highest number counts, and within an epoch `stop` is never taken b
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from model_runtime.checkpoints import read_manifest
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.documents import (
     CheckpointDocument,
@@ -22,6 +24,7 @@ from model_runtime.documents import (
 )
 from model_runtime.errors import (
     ConfigError,
+    CorruptObjectError,
     ObjectExistsError,
     ObjectNotFoundError,
     StoreUnavailableError,
@@ -29,6 +32,8 @@ from model_runtime.errors import (
 )
 from model_runtime.layout import RunLayout, number_in
 from model_runtime.store import Store
+
+logger = logging.getLogger(__name__)
 
 _MAX_CLAIM_ATTEMPTS = 20
 
@@ -204,6 +209,7 @@ class CheckpointCoordinator:
     model_ids: tuple[str, ...]
     epoch: int
     _last_steps: dict[str, int] = field(default_factory=dict)
+    _damaged: set[tuple[str, int]] = field(default_factory=set)  # (model_id, step), as far as told
 
     def snapshot(self, *, final: bool = False) -> SnapshotDocument | None:
         """Write the next snapshot if every model has a newer checkpoint than in the last one (`final`: if any
@@ -234,12 +240,18 @@ class CheckpointCoordinator:
         return document
 
     def _latest_checkpoint(self, model_id: str) -> CheckpointDocument | None:
+        """The newest whose manifest can be read, as the one a trainer goes on from."""
         layout = self.layout.model(model_id)
         steps = sorted((number_in(name) for name in self.store.children(layout.checkpoints())), reverse=True)
         for step in steps:
-            key = layout.checkpoint_marker(step)
-            if self.store.exists(key):  # without its manifest a checkpoint is still being written
-                return CheckpointDocument.parse(self.store.get(key), source=self.store.uri(key))
+            try:
+                return read_manifest(self.store, layout, step)
+            except ObjectNotFoundError:  # it is still being written, or is written again
+                continue
+            except CorruptObjectError as error:
+                if (model_id, step) not in self._damaged:
+                    logger.error("%s: no snapshot names the checkpoint of step %d: %s", model_id, step, error)
+                    self._damaged.add((model_id, step))
         return None
 
 

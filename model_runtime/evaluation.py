@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from model_runtime.adapters import latest_version, read_version, version_folder
+from model_runtime.checkpoints import find_manifest
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.config_section import Section
 from model_runtime.coordinator import read_run
@@ -212,36 +213,38 @@ def _version(store: Store, run_id: str, model: ModelConfig, wanted: Choice) -> i
 def due_checkpoints(store: Store, config: RunConfig, *, run_id: str) -> list[ModelVersion]:
     """Versions of every n-th checkpoint of each model (`evaluation.every_checkpoints`) that no evaluation of
     the same work has had, the newest first. The store alone says which: however many were saved at once, and
-    whoever heard of it, none is lost."""
+    whoever heard of it, none is lost. One whose manifest is damaged is passed over."""
     layout = RunLayout(run_id)
     plan = make_plan(store, config, run_id=run_id, wanted=[]) if config.trainable_models else None
     done = [d for d in read_evaluations(store, layout) if plan is not None and d.plan.same_work(plan)]
     found: list[tuple[int, ModelVersion]] = []
     for model in config.trainable_models:
-        for checkpoint in nth_checkpoints(store, layout.model(model.model_id), config, model, done):
+        place = layout.model(model.model_id)
+        steps = nth_steps(store, place, config, model)
+        whole = [c for step in steps if (c := find_manifest(store, place, step)) is not None]
+        for checkpoint in not_evaluated(whole, model.model_id, done):
             due = ModelVersion(model_id=model.model_id, version=checkpoint.version)
             found.append((checkpoint.step, due))
     return [due for _, due in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
 
-def nth_checkpoints(
-    store: Store,
-    layout: ModelLayout,
-    config: RunConfig,
-    model: ModelConfig,
-    done: Iterable[EvaluationDocument],
-) -> list[CheckpointDocument]:
-    """Those that are to be evaluated and were not in `done`, one a version. Counted by steps, so that it does
+def nth_steps(store: Store, layout: ModelLayout, config: RunConfig, model: ModelConfig) -> list[int]:
+    """Steps of the checkpoints that are to be evaluated, the oldest first. Counted by steps, so that it does
     not matter which others are still there."""
     every = config.evaluation.every_checkpoints
     if every is None:
         return []
-    had, found = {document.plan.versions.get(model.model_id) for document in done}, []
-    for step in sorted(number_in(name) for name in store.children(layout.checkpoints())):
-        key = layout.checkpoint_marker(step)
-        if step == 0 or step % (every * model.save_every) or not store.exists(key):
-            continue
-        checkpoint = CheckpointDocument.parse(store.get(key), source=store.uri(key))
+    steps = sorted(number_in(name) for name in store.children(layout.checkpoints()))
+    due = [step for step in steps if step and step % (every * model.save_every) == 0]
+    return [step for step in due if store.exists(layout.checkpoint_marker(step))]
+
+
+def not_evaluated(
+    checkpoints: Iterable[CheckpointDocument], model_id: str, done: Iterable[EvaluationDocument]
+) -> list[CheckpointDocument]:
+    """Those whose version is in none of `done`, one a version."""
+    had, found = {document.plan.versions.get(model_id) for document in done}, []
+    for checkpoint in checkpoints:
         if checkpoint.version not in had:
             had.add(checkpoint.version)
             found.append(checkpoint)

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from model_runtime.advantages import group_advantages
-from model_runtime.log_reader import Position
+from model_runtime.log_reader import Position, is_below
 from model_runtime.objective_config import ObjectiveConfig
 from model_runtime.turn_credit import MemberTurns, TurnRecord, turn_advantages, turn_records
 from model_runtime.types import DEFAULT_COMPONENT, UNFINISHED_STATUSES, MemberKey, Settlement, Trajectory
@@ -398,6 +398,21 @@ class GroupBook:
             group.verdict = Verdict({}, excluded, (), "cancelled")
             self._complete[group_id] = group
         return group
+
+    def abandon_as_of(self, group_id: str, read_positions: Mapping[str, int]) -> list[LogRow]:
+        """Abandon a group as it stood when the log was read so far, though members that came since may have
+        completed it; their rows. One whose members ended it as `cancelled` stays as it is."""
+        group = self._open.get(group_id) or self._complete.get(group_id)
+        if group is None:
+            return []
+        late = [row for row in group.rows if not is_below(row.position, read_positions)]
+        if group.verdict is not None and group.verdict.closed_reason == "cancelled" and not late:
+            return []
+        group.rows = [row for row in group.rows if is_below(row.position, read_positions)]
+        self._complete.pop(group_id, None)
+        self._open[group_id] = group
+        self.abandon(group_id)
+        return late
 
     def retire(self, group_id: str) -> Group:
         """Done with: trained, or closed untrained. KeyError when it is not complete."""

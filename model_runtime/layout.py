@@ -116,6 +116,13 @@ class ModelLayout:
         return f"{self.root}/metrics/{stream}/{epoch:05d}-{incarnation:05d}-{chunk:05d}.jsonl"
 
 
+def parse_log_shard(key: str) -> tuple[ModelLayout, str, int] | None:
+    """(layout, writer, seq) of a key that `log_shard` made, whatever its run and model are called; None for
+    any other."""
+    match = re.fullmatch(r"(.+)/log/([^/]+)/(\d+)\.parquet", key)
+    return None if match is None else (ModelLayout(match[1]), match[2], int(match[3]))
+
+
 @dataclass(frozen=True, slots=True)
 class RunLayout:
     """Keys of one run, relative to the store's root."""

@@ -126,8 +126,9 @@ class WholeLog:
 
     @property
     def num_damaged(self) -> int:
-        """Shards that could not be read, of what was read so far."""
-        return len(self._reader.quarantined) + self._removed.num_damaged
+        """Shards that could not be read, of what was read so far; one that was set aside before a removal
+        passed it over is one."""
+        return len({*self._reader.quarantined, *self._removed.damaged})
 
 
 class ReadAhead:
@@ -176,6 +177,11 @@ class ReadAhead:
             left -= len(data)
             seq += 1
         return left
+
+
+def is_below(position: Position, marks: Mapping[str, int]) -> bool:
+    """Does it come before its writer's mark? Of a writer without one nothing does."""
+    return position[1] < marks.get(position[0], 0)
 
 
 def occurrence(position: Position, trajectory_id: str) -> str:

@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from model_runtime.checkpoints import checkpoint_steps, read_manifest
+from model_runtime.checkpoints import checkpoint_steps, find_manifest
 from model_runtime.errors import CorruptObjectError, ObjectExistsError, ObjectNotFoundError
 from model_runtime.layout import ModelLayout, number_in
-from model_runtime.log_reader import Position, decode_log_shard
+from model_runtime.log_reader import Position, decode_log_shard, is_below
 from model_runtime.removed_log import Removal, ShardRecord, last_removal
 from model_runtime.replay import first_replayed
 from model_runtime.store import Store
@@ -48,7 +48,7 @@ def remove_log(
     last = last_removal(store, layout)
     sizes = _sizes(store, layout.log_writers())
     _delete(store, layout, [p for p in sizes if _is_removed(p, last)])
-    sizes = {p: num_bytes for p, num_bytes in sizes.items() if not _is_below(p, last.floor)}
+    sizes = {p: num_bytes for p, num_bytes in sizes.items() if not is_below(p, last.floor)}
     limits = _limits(store, layout, settings.keep_last or MIN_CHECKPOINTS)
     chosen = _Choice(settings, now=now, num_bytes=sum(sizes.values()))
     for writer in sorted({writer for writer, _ in sizes}):
@@ -112,12 +112,8 @@ def _sizes(store: Store, writers: str) -> dict[Position, int]:
     return dict(sorted(found.items()))
 
 
-def _is_below(position: Position, floor: Mapping[str, int]) -> bool:
-    return position[1] < floor.get(position[0], 0)
-
-
 def _is_removed(position: Position, removal: Removal) -> bool:
-    return _is_below(position, removal.floor) and position not in removal.damaged
+    return is_below(position, removal.floor) and position not in removal.damaged
 
 
 def _delete(store: Store, layout: ModelLayout, positions: list[Position]) -> None:
@@ -129,7 +125,7 @@ def _limits(store: Store, layout: ModelLayout, num_checkpoints: int) -> dict[str
     """Writer → seq below which no resume needs a shard any more: nothing while there are fewer than two
     checkpoints, or when one of them can't be read."""
     checkpoints = [
-        read_manifest(store, layout, step) for step in checkpoint_steps(store, layout)[:num_checkpoints]
+        find_manifest(store, layout, step) for step in checkpoint_steps(store, layout)[:num_checkpoints]
     ]
     known = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
     if len(known) < max(MIN_CHECKPOINTS, len(checkpoints)):

@@ -72,9 +72,12 @@ def read_metrics(store: Store, layout: ModelLayout, stream: str) -> list[dict[st
 
 def _parse(data: bytes, *, source: str) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in data.splitlines() if line]
+        rows = [json.loads(line) for line in data.splitlines() if line]
     except ValueError as error:
         raise CorruptObjectError(f"{source}: not JSON lines: {error}") from None
+    if not all(isinstance(row, dict) for row in rows):
+        raise CorruptObjectError(f"{source}: not JSON lines of one object each")
+    return rows
 
 
 def _finite(value: Any) -> Any:

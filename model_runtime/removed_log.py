@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from model_runtime.errors import CorruptObjectError, LogRemovedError
-from model_runtime.layout import ModelLayout, number_in
+from model_runtime.layout import ModelLayout, number_in, parse_log_shard
 from model_runtime.store import Store
 from model_runtime.types import MemberKey, RefusedRow, Rewards, Settlement, SettlementStatus, Shard
 
@@ -193,11 +193,11 @@ def is_in_log(store: Store, key: str) -> bool:
     """Is a shard of this key in its log, or was it?"""
     if store.exists(key):
         return True
-    root, _, place = key.partition("/log/")
-    writer, _, name = place.partition("/")
-    if not name:
+    place = parse_log_shard(key)
+    if place is None:
         return False
-    return number_in(name) < last_removal(store, ModelLayout(root)).floor.get(writer, 0)
+    layout, writer, seq = place
+    return seq < last_removal(store, layout).floor.get(writer, 0)
 
 
 class RemovedLog:
@@ -224,9 +224,9 @@ class RemovedLog:
         return self._last.floor
 
     @property
-    def num_damaged(self) -> int:
-        """Removed shards of which nothing is known."""
-        return len(self._last.damaged)
+    def damaged(self) -> Collection[tuple[str, int]]:
+        """(writer, seq) of shards below the floor of which nothing is known."""
+        return self._last.damaged
 
     def shards_of(self, writer: str, *, start: int) -> Iterator[tuple[int, RemovedShard]]:
         for record in self._shards.get(writer, []):

@@ -20,8 +20,8 @@ from model_runtime.checkpoints import checkpoint_steps, read_manifest
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.coordinator import require_leading
 from model_runtime.documents import SnapshotDocument, VersionDocument
-from model_runtime.errors import CorruptObjectError
-from model_runtime.evaluation import EvaluationDocument, nth_checkpoints, read_evaluations
+from model_runtime.errors import CorruptObjectError, ObjectNotFoundError
+from model_runtime.evaluation import EvaluationDocument, not_evaluated, nth_steps, read_evaluations
 from model_runtime.layout import ModelLayout, RunLayout, number_in
 from model_runtime.log_retention import remove_evaluation_rows, remove_log
 from model_runtime.metrics import read_metrics
@@ -63,7 +63,12 @@ def _sweep_models(store: Store, layout: RunLayout, config: RunConfig, *, now: fl
         logger.error("checkpoints and versions are kept: %s", error)
         return
     for model in config.trainable_models:
-        yield _sweep_model(store, layout, config, model, snapshots, evaluations, now=now)
+        try:
+            removed = _sweep_model(store, layout, config, model, snapshots, evaluations, now=now)
+        except (CorruptObjectError, ObjectNotFoundError) as error:
+            logger.error("%s: its checkpoints and versions are kept: %s", model.model_id, error)
+        else:
+            yield removed
 
 
 def _sweep_logs(
@@ -92,16 +97,19 @@ def _sweep_model(
     *,
     now: float,
 ) -> Removed:
+    """Everything is read before anything is removed. Raises CorruptObjectError and ObjectNotFoundError where
+    it can't be told what is needed."""
     settings = config.retention
     place, model_id = layout.model(model.model_id), model.model_id
     steps = checkpoint_steps(store, place)  # newest first
     named = {s.checkpoints[model_id] for s in snapshots if model_id in s.checkpoints}
     kept_steps = {*steps[: settings.keep_last], *_every(steps, settings.keep_every), *(named & {*steps})}
-    kept_steps |= {c.step for c in nth_checkpoints(store, place, config, model, evaluations)}
+    nth = [read_manifest(store, place, step) for step in nth_steps(store, place, config, model)]
+    kept_steps |= {c.step for c in not_evaluated(nth, model_id, evaluations)}
     checkpoints = [read_manifest(store, place, step) for step in sorted(kept_steps)]
-    needed = {c.version for c in checkpoints if c is not None}
+    needed = {c.version for c in checkpoints}
     needed |= {s.versions[model_id] for s in snapshots if model_id in s.versions}
-    resumed_from = [c.version for c in checkpoints if c is not None and c.step in steps[: settings.keep_last]]
+    resumed_from = [c.version for c in checkpoints if c.step in steps[: settings.keep_last]]
 
     versions = _versions(store, place)  # newest first
     served = max(settings.keep_last or 0, model.rollout.max_live_versions + 1)

@@ -283,7 +283,8 @@ class TrainingQueue:
         groups = [self._complete(document, name) for name in document.groups]
         for entry in document.closed_untrained:
             if entry.reason == "cancelled":
-                self._book.abandon(entry.group_id)
+                for row in self._book.abandon_as_of(entry.group_id, document.read_positions):
+                    self._drop(row, "duplicate_attempt")
         closed = [self._complete(document, entry.group_id) for entry in document.closed_untrained]
         replayed = [self._replay.group(entry.group_id) for entry in document.replayed]
         if None in replayed:

@@ -7,8 +7,9 @@ import asyncio
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from model_runtime.checkpoints import read_manifest
 from model_runtime.coordinator import CheckpointCoordinator
-from model_runtime.documents import CheckpointDocument, SnapshotDocument
+from model_runtime.documents import SnapshotDocument
 from model_runtime.layout import RunLayout
 from model_runtime.store import Store
 from tasks.reporting import announce
@@ -17,9 +18,7 @@ from tasks.reporting import announce
 @task(name="checkpoint", task_run_name="checkpoint step {step}", cache_policy=NO_CACHE, persist_result=False)
 async def record_checkpoint(store: Store, layout: RunLayout, model_id: str, step: int) -> str:
     """Read the manifest the trainer saved at this step, so that a broken one is seen at once; its URI."""
-    key = layout.model(model_id).checkpoint_marker(step)
-    data = await asyncio.to_thread(store.get, key)
-    manifest = CheckpointDocument.parse(data, source=store.uri(key))
+    manifest = await asyncio.to_thread(read_manifest, store, layout.model(model_id), step)
     uri = store.uri(layout.model(model_id).checkpoint(step))
     announce(
         "checkpoint.saved",

@@ -179,3 +179,33 @@ def test_a_checkpoint_without_its_manifest_is_not_named(
     snapshot = coordinator.snapshot()
     assert snapshot is not None
     assert snapshot.checkpoints == {"a": 5, "b": 5}
+
+
+def test_a_snapshot_names_the_checkpoint_before_a_damaged_one(
+    local_store: Store, coordinator: CheckpointCoordinator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the one a trainer would go on from."""
+    a, b = LAYOUT.model("a"), LAYOUT.model("b")
+    for step in (5, 10):
+        save_manifest(local_store, a, step, version=step)
+    save_manifest(local_store, b, 7, version=7)
+    local_store.put(a.checkpoint_marker(10), b"{")
+    snapshot = coordinator.snapshot()
+    assert snapshot is not None
+    assert snapshot.checkpoints == {"a": 5, "b": 7}
+    assert coordinator.snapshot() is None
+    assert caplog.text.count(local_store.uri(a.checkpoint_marker(10))) == 1, "said once, not at each look"
+    save_manifest(local_store, a, 15, version=15)
+    save_manifest(local_store, b, 14, version=14)
+    snapshot = coordinator.snapshot()
+    assert snapshot is not None
+    assert snapshot.checkpoints == {"a": 15, "b": 14}
+
+
+def test_a_model_whose_only_checkpoint_is_damaged_is_waited_for(
+    local_store: Store, coordinator: CheckpointCoordinator
+) -> None:
+    for model_id in ("a", "b"):
+        save_manifest(local_store, LAYOUT.model(model_id), 5, version=5)
+    local_store.put(LAYOUT.model("a").checkpoint_marker(5), b"{")
+    assert coordinator.snapshot() is None

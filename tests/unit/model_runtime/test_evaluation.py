@@ -275,6 +275,14 @@ def test_a_checkpoint_without_its_marker_is_not_there_yet(saved: tuple[Store, Ru
     assert due_checkpoints(store, run, run_id="run-1")[0].version == 18
 
 
+def test_a_checkpoint_with_a_damaged_manifest_keeps_no_other_from_being_due(
+    saved: tuple[Store, RunConfig],
+) -> None:
+    store, run = saved
+    store.put(LAYOUT.model("a").checkpoint_marker(15), b"{")
+    assert [d.version for d in due_checkpoints(store, run, run_id="run-1")] == [18, 12, 9, 6, 3]
+
+
 def test_what_retention_took_away_changes_nothing_of_what_is_due(saved: tuple[Store, RunConfig]) -> None:
     store, run = saved
     for step in (1, 2, 4, 5, 7):

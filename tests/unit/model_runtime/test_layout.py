@@ -2,7 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from model_runtime.layout import RunLayout, number_in, parse_writer_id, served_name, writer_id
+from model_runtime.layout import (
+    RunLayout,
+    number_in,
+    parse_log_shard,
+    parse_writer_id,
+    served_name,
+    writer_id,
+)
 from model_runtime.store import Store
 
 
@@ -32,6 +39,20 @@ def test_listing_order_is_numeric_order() -> None:
         keys = [key(n) for n in numbers]
         assert sorted(keys) == keys
         assert [number_in(k) for k in keys] == numbers
+
+
+NAMES_OF_FOLDERS = ["a", "log", "eval", "removed", "models", "parquet"]
+
+
+@pytest.mark.parametrize("model_id", NAMES_OF_FOLDERS)
+@pytest.mark.parametrize("run_id", NAMES_OF_FOLDERS)
+def test_a_shard_of_a_log_is_told_by_its_key_whatever_run_and_model_are_called(
+    run_id: str, model_id: str
+) -> None:
+    model, writer = RunLayout(run_id).model(model_id), writer_id(1, 2)
+    assert parse_log_shard(model.log_shard(writer, 7)) == (model, writer, 7)
+    for other in (model.eval_shard(writer, 7), model.removal(7), model.log_writers(), model.batch(7)):
+        assert parse_log_shard(other) is None
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from model_runtime.documents import BatchDocument, CheckpointDocument
 from model_runtime.errors import LogRemovedError, StoreUnavailableError, SupersededError
 from model_runtime.layout import RunLayout
 from model_runtime.log_reader import WholeLog
-from model_runtime.removed_log import is_in_log, last_removal
+from model_runtime.removed_log import NOTHING_REMOVED, is_in_log, last_removal
 from model_runtime.retention import sweep
 from model_runtime.store import Store, open_store
 from model_runtime.summary import summarize, usage
@@ -390,6 +391,25 @@ def test_the_log_is_read_whole_while_it_is_removed():
     assert found == [(WRITER, seq) for seq in range(8)]
 
 
+def test_a_damaged_shard_that_a_removal_passes_over_while_the_log_is_read_counts_once():
+    life = Life(run_config(max_log_bytes=0))
+    life.store.put(LAYOUT.log_shard(WRITER, 0), b"nonsense")
+    life.seqs[WRITER] = 1
+    for number in range(4):
+        life.group(f"g{number}")
+        life.train()
+        life.save()
+    life.store.put(LAYOUT.log_shard(LATER_WRITER, 0), b"nonsense")  # above what is removed
+    log, num_damaged = WholeLog(life.store, LAYOUT), []
+    for number, _ in enumerate(log):
+        if number == 1:
+            life.sweep()
+        num_damaged.append(log.num_damaged)
+    assert last_removal(life.store, LAYOUT).damaged == [(WRITER, 0)]
+    assert num_damaged == [1, 1, 2, 2]
+    assert log.num_damaged == read_books(life.store, LAYOUT).num_damaged_shards == 2
+
+
 def test_what_is_removed_is_counted():
     life = trained(16, checkpoints=(2, 3, 5, 8), max_log_bytes=0)
     sizes = life.store.sizes(LAYOUT.log_writers())
@@ -431,6 +451,17 @@ def test_a_shard_that_comes_back_is_read_by_nobody_and_removed_again():
     assert life.what_is_known() == before
     life.sweep()
     assert not life.store.exists(key)
+
+
+@pytest.mark.parametrize("model_id", ["solver", "log", "removed"])
+def test_a_removed_shard_was_in_its_log_whatever_its_model_is_called(model_id: str):
+    place, store = RUN.model(model_id), MemoryStore()
+    store.put(place.log_shard(WRITER, 2), b"the newest stays")
+    removal = msgspec.structs.replace(NOTHING_REMOVED, number=1, floor={WRITER: 2})
+    store.put(place.removal(1), removal.to_bytes())
+    found = [is_in_log(store, place.log_shard(WRITER, seq)) for seq in range(4)]
+    assert found == [True, True, True, False]
+    assert not is_in_log(store, place.eval_shard(WRITER, 0))
 
 
 def test_an_older_epoch_removes_nothing():

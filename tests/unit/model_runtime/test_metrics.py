@@ -67,8 +67,8 @@ def test_values_that_are_not_finite_are_null(store):
     ]
 
 
-def test_a_damaged_chunk_is_named(store):
-    key = LAYOUT.metrics_file("steps", 1, 1)
-    store.put(key, b'{"step": 1\n')
+@pytest.mark.parametrize("data", [b'{"step": 1\n', b"1\n"])
+def test_a_damaged_chunk_is_named(store, data):
+    store.put(LAYOUT.metrics_file("steps", 1, 1), data)
     with pytest.raises(CorruptObjectError, match=r"00001-00001-00000\.jsonl"):
         read_metrics(store, LAYOUT, "steps")

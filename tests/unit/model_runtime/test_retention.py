@@ -12,7 +12,7 @@ from model_runtime.checkpoints import TrainingState, checkpoint_steps, load_late
 from model_runtime.config import RunConfig
 from model_runtime.coordinator import CheckpointCoordinator, begin_run, claim_epoch
 from model_runtime.evaluation import Estimate, EvaluationDocument, EvaluationPlan, write_evaluation
-from model_runtime.layout import RunLayout, number_in
+from model_runtime.layout import ModelLayout, RunLayout, number_in
 from model_runtime.metrics import MetricsWriter
 from model_runtime.retention import sweep
 from model_runtime.store import Store
@@ -26,25 +26,27 @@ LONG_AGO = 10_000_000_000.0  # `now`, long after everything that is written here
 NOTHING_READ = QueueProgress(low_water={}, consumed=[], closed_groups=[], totals={}, replay=[])
 
 
-def config(**retention: Any) -> RunConfig:
-    model = {"model_id": "a", "model_path": "/a", "rollout": {"max_live_versions": 2}}
-    return RunConfig.model_validate(
+def config(*, model_ids: str = "a", every_checkpoints: int | None = None, **retention: Any) -> RunConfig:
+    models = [{"model_id": m, "model_path": f"/{m}", "rollout": {"max_live_versions": 2}} for m in model_ids]
+    run = RunConfig.model_validate(
         {
-            "multi_model": {"models": [model]},
-            "agent_model_mapping": {"x": "a"},
+            "multi_model": {"models": models},
+            "agent_model_mapping": {f"agent_of_{m}": m for m in model_ids},
             "retention": retention,
         }
     )
+    evaluation = run.evaluation.model_copy(update={"every_checkpoints": every_checkpoints})
+    return run.model_copy(update={"evaluation": evaluation})
 
 
-def version(store: Store, number: int) -> None:
-    write_version(store, MODEL, make_adapter_files(number), version=number, step=number, epoch=1)
+def version(store: Store, number: int, place: ModelLayout = MODEL) -> None:
+    write_version(store, place, make_adapter_files(number), version=number, step=number, epoch=1)
 
 
-def checkpoint(store: Store, step: int, version: int) -> None:
+def checkpoint(store: Store, step: int, version: int, place: ModelLayout = MODEL) -> None:
     weights = {"w": np.full(100, step, np.float32)}
     state = TrainingState(adapter=weights, optimizer=weights, generators={}, values={})
-    save_checkpoint(store, MODEL, state, step=step, epoch=1, version=version, seed=0, progress=NOTHING_READ)
+    save_checkpoint(store, place, state, step=step, epoch=1, version=version, seed=0, progress=NOTHING_READ)
 
 
 def evaluation(version: int, reward: float) -> EvaluationDocument:
@@ -61,18 +63,22 @@ def evaluation(version: int, reward: float) -> EvaluationDocument:
     return EvaluationDocument(plan=plan, executions={}, reward=estimate, created_at=1.0, duration_s=1.0)
 
 
-def versions(store: Store) -> list[int]:
-    return sorted(number_in(name) for name in store.children(MODEL.versions()))
+def versions(store: Store, place: ModelLayout = MODEL) -> list[int]:
+    return sorted(number_in(name) for name in store.children(place.versions()))
 
 
 @pytest.fixture
 def store(local_store: Store) -> Store:
     """Twelve versions, a checkpoint after each but the last."""
-    for number in range(12):
-        version(local_store, number)
-        if number < 11:
-            checkpoint(local_store, number, number)
+    fill(local_store, MODEL)
     return local_store
+
+
+def fill(store: Store, place: ModelLayout) -> None:
+    for number in range(12):
+        version(store, number, place)
+        if number < 11:
+            checkpoint(store, number, number, place)
 
 
 def test_by_default_everything_stays(store: Store) -> None:
@@ -143,6 +149,53 @@ def test_a_damaged_snapshot_keeps_everything_and_ends_nothing(
     assert store.uri(LAYOUT.snapshot(1)) in caplog.text
 
 
+DAMAGED = {
+    "one to resume from": (MODEL.checkpoint_marker(9), {}),
+    "one kept for its number": (MODEL.checkpoint_marker(5), {"keep_every": 5}),
+    "one to be evaluated": (MODEL.checkpoint_marker(10), {"every_checkpoints": 1}),
+    "the rewards": (MODEL.metrics_file("steps", 1, 1), {"keep_best": 1}),
+}
+
+
+@pytest.mark.parametrize("data", [b"{", b"1"])
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_what_cannot_be_judged_for_damage_is_kept_and_other_models_are_swept_all_the_same(
+    store: Store, caplog: pytest.LogCaptureFixture, damaged: str, data: bytes
+) -> None:
+    other = LAYOUT.model("b")
+    fill(store, other)
+    key, kept = DAMAGED[damaged]
+    store.put(key, data)
+    (removed,) = sweep(store, LAYOUT, config(model_ids="ab", keep_last=2, **kept), epoch=1, now=LONG_AGO)
+    assert checkpoint_steps(store, MODEL) == list(range(10, -1, -1))
+    assert versions(store) == list(range(12))
+    assert removed.model_id == "b"
+    assert 8 not in versions(store, other)
+    assert store.uri(key) in caplog.text
+
+
+def test_a_checkpoint_that_is_saved_again_meanwhile_keeps_all_until_the_next_sweep(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest is gone while its files are replaced."""
+    marker, exists = MODEL.checkpoint_marker(9), store.exists
+    manifest = store.get(marker)
+
+    def then_gone(key: str) -> bool:
+        found = exists(key)
+        if key == marker:
+            store.delete(marker)
+        return found
+
+    monkeypatch.setattr(store, "exists", then_gone)
+    assert sweep(store, LAYOUT, config(keep_last=2), epoch=1, now=LONG_AGO) == []
+    assert versions(store) == list(range(12))
+    monkeypatch.undo()
+    store.put(marker, manifest)
+    sweep(store, LAYOUT, config(keep_last=2), epoch=1, now=LONG_AGO)
+    assert checkpoint_steps(store, MODEL) == [10, 9]
+
+
 @pytest.mark.parametrize(("evaluated", "best"), [({}, 3), ({4: 0.2, 6: 0.9}, 6)])
 def test_the_best_stay_by_evaluations_or_else_by_the_rewards_of_training(
     store: Store, evaluated: dict[int, float], best: int
@@ -198,8 +251,7 @@ def test_keeping_more_of_everything_is_refused(unbounded: dict[str, int]) -> Non
 
 
 def test_a_checkpoint_that_is_to_be_evaluated_stays_until_it_was(store: Store) -> None:
-    run = config(keep_last=2)
-    run = run.model_copy(update={"evaluation": run.evaluation.model_copy(update={"every_checkpoints": 2})})
+    run = config(keep_last=2, every_checkpoints=2)
     begin_run(store, LAYOUT, run, epoch=1)
     for step in (10, 20, 30, 50, 60):
         version(store, step)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model_runtime.books import ModelBooks, read_books
 from model_runtime.config import ModelConfig
 from model_runtime.documents import BatchDocument, CheckpointDocument
 from model_runtime.errors import CorruptObjectError
 from model_runtime.layout import ModelLayout, RunLayout
-from model_runtime.training_queue import Batch, TrainingQueue
-from model_runtime.trajectory_log import encode_shard
+from model_runtime.removed_log import NOTHING_REMOVED, ShardRecord
+from model_runtime.training_queue import Batch, QueueProgress, TrainingQueue
+from model_runtime.trajectory_log import decode_shard, encode_shard
 from model_runtime.types import Settlement, Shard, Trajectory
 from tests.fakes import make_settlement, make_trajectory
 from tests.memory_store import MemoryStore
@@ -423,6 +426,79 @@ def test_a_group_nobody_finishes_is_closed_in_the_end(store):
     assert replayed is not None
     again.consume(replayed)
     assert again.progress() == q.progress()
+
+
+LATE: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "nobody": [],
+    "one member, another is missing": [(1, {})],
+    "all members, so that there is something to learn": [(1, {}), (2, {})],
+    "all members, one with two chains, one with none": [(1, {"chains": 2}), (2, {"chains": 0})],
+    "all members, one of them as lost": [(1, {}), (2, {"status": "infra", "chains": 0})],
+}
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_who_comes_after_a_group_was_given_up_is_named_once_though_its_step_is_replayed(late):
+    """A trainer that dies then leaves the same books as one that goes on, also of a log that was cut."""
+    left = [_after_a_group_was_given_up(LATE[late], dies=dies) for dies in (False, True)]
+    assert left[0] == left[1]
+    for books in left[0][1:]:
+        assert books.balanced
+        assert (books.num_trained_twice, books.trained) == (0, 2 * SIZE)
+        assert books.dropped.get("duplicate_attempt", 0) == sum(o.get("chains", 1) for _, o in LATE[late])
+
+
+def _after_a_group_was_given_up(
+    late: list[tuple[int, dict[str, Any]]], *, dies: bool
+) -> tuple[QueueProgress, ModelBooks, ModelBooks]:
+    """What the trainer is past after a second step; the books of the whole log, and of the log cut there."""
+    store, clock = MemoryStore(), Clock()
+    log, q = Log(store), queue(store, clock=clock, max_wait_s=100.0)
+    log.append(member("lost", 0, 1.0, size=3))
+    q.poll()
+    clock.now = 201
+    log.group("a")
+    q.poll()
+    first = dealt(q)
+    assert [(g.group_id, g.reason) for g in first.document.closed_untrained] == [("lost", "cancelled")]
+    train(store, q, first)
+    for index, options in late:
+        log.append(member("lost", index, 0.0, size=3, **options))
+    log.group("b")
+    if dies:
+        q = queue(store, clock=clock, max_wait_s=100.0)
+        q.poll()
+        for _ in range(2):  # to ask for it changes nothing
+            replayed = q.replay(first.document)
+        assert replayed is not None
+        assert replayed.metrics == first.metrics
+        q.consume(replayed)
+    q.poll()
+    second = dealt(q, 2)
+    train(store, q, second)
+    assert deal(q, 3, final=True) is None
+    later = queue(store, clock=clock)
+    later.poll()
+    for batch in (first, second):
+        replayed = later.replay(batch.document)
+        assert replayed is not None
+        later.consume(replayed)
+    assert later.progress() == q.progress()
+    whole = read_books(store, LAYOUT)
+    _cut(store, q.progress().low_water[FIRST])
+    return q.progress(), whole, read_books(store, LAYOUT)
+
+
+def _cut(store: MemoryStore, end: int) -> None:
+    """Remove the first shards of the log, as retention does."""
+    keys = [LAYOUT.log_shard(FIRST, seq) for seq in range(end)]
+    shards = [
+        ShardRecord.of(FIRST, seq, decode_shard(store.get(key), source=key)) for seq, key in enumerate(keys)
+    ]
+    removal = msgspec.structs.replace(NOTHING_REMOVED, number=1, floor={FIRST: end}, shards=shards)
+    store.put(LAYOUT.removal(1), removal.to_bytes())
+    for key in keys:
+        store.delete(key)
 
 
 # ------------------------------------------------------------------ what admission hears
