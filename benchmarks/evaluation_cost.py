@@ -31,10 +31,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.rig.prefect_api import ask
 from model_runtime.adapters import latest_version
 from model_runtime.config_file import load_config
 from model_runtime.evaluation import read_evaluations
@@ -121,7 +121,8 @@ class LiveRun:
         """From the moment the deployment is asked until its flow run has ended."""
         began = time.time()
         newest = [{"model_id": model_id, "version": "latest"} for model_id in self.models]
-        wanted = {"parameters": {"run_id": RUN_ID, "versions": newest}}
+        parameters = {"run_id": RUN_ID, "versions": newest}
+        wanted = {"parameters": parameters, "idempotency_key": f"{RUN_ID} {began}"}
         deployment = self._api("GET", "deployments/name/evaluate/quickstart")["id"]
         flow_run = self._api("POST", f"deployments/{deployment}/create_flow_run", wanted)["id"]
         while (state := self._api("GET", f"flow_runs/{flow_run}")["state"])["type"] not in FINAL:
@@ -135,8 +136,7 @@ class LiveRun:
 
     def _api(self, method: str, path: str, body: Any = None) -> Any:
         url = json.loads((self._folder / "home" / "stack.json").read_text())["api_url"]
-        answer = httpx.request(method, f"{url}/{path}", json=body, timeout=30, trust_env=False)
-        return answer.raise_for_status().json()
+        return ask(method, f"{url}/{path}", body)
 
     def _newest(self, model_id: str) -> int:
         version = latest_version(self.store, LAYOUT.model(model_id))

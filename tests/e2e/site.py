@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import yaml
 
+from benchmarks.rig.prefect_api import ask
 from model_runtime.adapters import latest_version
 from model_runtime.config import StoreConfig
 from model_runtime.layout import RunLayout
@@ -64,8 +64,7 @@ class Site:
         return found
 
     def ask(self, path: str, body: Any) -> Any:
-        answer = httpx.post(f"{self.url}/api/{path}", json=body, timeout=15, trust_env=False)
-        return answer.raise_for_status().json()
+        return ask("POST", f"{self.url}/api/{path}", body)
 
     def flow_runs(self, flow: str) -> list[dict[str, Any]]:
         return self.ask("flow_runs/filter", {"flows": {"name": {"any_": [flow]}}})

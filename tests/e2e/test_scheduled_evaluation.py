@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from benchmarks.rig.prefect_api import ask
 from deployments.registration import CHECKPOINT_SCHEDULE, SCHEDULE
 from model_runtime.config import artifact_slug
 from model_runtime.evaluation import EvaluationDocument, read_evaluations
@@ -72,13 +72,14 @@ def leave_checkpoints_to_events(site: Site) -> None:
     by_slug = {schedule["slug"]: schedule for schedule in deployment["schedules"]}
     assert set(by_slug) == {SCHEDULE, CHECKPOINT_SCHEDULE}
     address = f"{site.url}/api/deployments/{deployment['id']}/schedules/{by_slug[CHECKPOINT_SCHEDULE]['id']}"
-    httpx.patch(address, json={"active": False}, timeout=15, trust_env=False).raise_for_status()
+    ask("PATCH", address, {"active": False})
 
 
 def start(site: Site) -> str:
     """The training's flow run."""
     training = site.deployment("multi-model-training")["id"]
-    return site.ask(f"deployments/{training}/create_flow_run", {"parameters": {"run_id": RUN_ID}})["id"]
+    wanted = {"parameters": {"run_id": RUN_ID}, "idempotency_key": RUN_ID}
+    return site.ask(f"deployments/{training}/create_flow_run", wanted)["id"]
 
 
 def stop(site: Site, training: str) -> None:
