@@ -201,6 +201,12 @@ async def test_a_log_that_grows_too_large_begins_anew_and_the_one_before_is_kept
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.log", "x.log.1"]
 
 
+async def test_a_log_that_can_not_be_opened_is_named(tmp_path):
+    (tmp_path / "x.log").mkdir()
+    with pytest.raises(ProcessError, match=r"x\.log: .*Is a directory"):
+        await ChildProcess.start([sys.executable, "-V"], log_path=tmp_path / "x.log")
+
+
 async def test_a_program_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(ProcessError, match="no-such-program"):
         await ChildProcess.start(["no-such-program"], log_path=tmp_path / "x.log")
