@@ -115,14 +115,16 @@ def _require_run(settings: RunConfig, name: str, *, resume: bool, given: bool) -
 
 
 def _finished(settings: RunConfig, before: RunDocument | None) -> RunSummary | None:
-    """The summary of a run that completed under these very settings: nothing is left of it to do."""
+    """The summary of a run that completed under these very settings: nothing is left of it to do. None also
+    when its last life was lost before it had written one: it is resumed, and writes it."""
     if before is None or before.state != "completed" or before.config != settings.model_dump(mode="json"):
         return None
     from model_runtime.layout import RunLayout
     from model_runtime.store import open_store
     from model_runtime.summary import read_summary
 
-    return read_summary(open_store(settings.store), RunLayout(before.run_id))
+    summary = read_summary(open_store(settings.store), RunLayout(before.run_id))
+    return summary if summary is not None and summary.epoch == before.epoch else None
 
 
 def _what_to_run(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from uuid import UUID
 
 import httpx
@@ -77,10 +77,12 @@ class PrefectApi:
             )
 
     async def state(self, flow_run_id: UUID) -> State | None:
-        """The flow run's state; None while the server can't be asked."""
+        """The flow run's state; None while the server can't be asked. One that was deleted has crashed."""
         try:
             async with self._client() as client, asyncio.timeout(CALL_LIMIT_S):
                 return (await client.read_flow_run(flow_run_id)).state
+        except ObjectNotFound:
+            return Crashed(message="its flow run was deleted from Prefect")
         except (httpx.HTTPError, TimeoutError):
             return None
 
@@ -102,7 +104,8 @@ class PrefectApi:
             for run in runs:
                 early = run.state is not None and run.state.type in (StateType.SCHEDULED, StateType.PAUSED)
                 wanted = Cancelled if early else Cancelling
-                await client.set_flow_run_state(run.id, wanted(message="stopped by the user"))
+                with suppress(ObjectNotFound):  # deleted meanwhile
+                    await client.set_flow_run_state(run.id, wanted(message="stopped by the user"))
 
     async def wait_until_none_active(self, run_id: str, *, limit_s: float) -> list[FlowRun]:
         """Wait until every flow run of this run is final; those that are not after `limit_s`."""
@@ -122,7 +125,8 @@ class PrefectApi:
         async with self._client() as client:
             for run in dead:
                 state = Crashed(message="its runner had died before this server was started again")
-                await client.set_flow_run_state(run.id, state, force=True)
+                with suppress(ObjectNotFound):  # deleted meanwhile
+                    await client.set_flow_run_state(run.id, state, force=True)
         return [run.name for run in dead]
 
     async def _active(self, tags: FlowRunFilterTags | None) -> list[FlowRun]:
@@ -156,6 +160,8 @@ def _translated(what: str) -> Iterator[None]:
         yield
     except httpx.HTTPStatusError as error:
         raise PrefectError(f"Prefect: {what}: {error.response.status_code} {error.response.text}") from error
+    except ObjectNotFound as error:
+        raise PrefectError(f"Prefect: {what}: it is not there ({error.http_exc})") from error
     except (httpx.HTTPError, TimeoutError) as error:
         raise PrefectError(f"Prefect: {what}: {type(error).__name__} {error}") from error
 

@@ -27,6 +27,8 @@ from model_runtime.layout import RunLayout
 from model_runtime.protocol import GatewayStatus
 from model_runtime.store import open_store
 from model_runtime.summary import RunSummary, read_summary
+from model_runtime.workspace import Workspace
+from tasks.gateway import START_LIMIT_S
 from tasks.gateway_admin import GatewayAdmin
 
 T = TypeVar("T")
@@ -35,6 +37,10 @@ POLL_S = 1.0
 PLAIN_EVERY_S = 5.0
 PARENT_SILENT_LIMIT_S = 180.0
 """A parent that gave the gateway no sign of life for this long hangs."""
+SUMMARY_LIMIT_S = 3600.0
+"""Longest a parent takes, once its gateway has gone, to read the run's logs and write the summary."""
+LONGEST_LOOK_S = 30.0
+"""More than this between two looks, and this process itself stood still."""
 
 
 class Interrupted(RepertoryError):
@@ -153,6 +159,7 @@ async def follow(launch: Launch, view: View) -> str | None:
     """Show the run until its parent flow run is final. None when it completed, else what happened."""
     assert launch.flow_run_id is not None, "start() comes first"
     gateway: GatewayAdmin | None = None
+    silence = ParentSilence(launch)
     try:
         while True:
             await launch.stack.tend()
@@ -162,9 +169,10 @@ async def follow(launch: Launch, view: View) -> str | None:
                 return None if state.is_completed() else f"{state.name}: {state.message or 'no message'}"
             gateway = await _gateway_of(launch, gateway)
             status = await gateway.status() if gateway else None
-            silent_s = status.heard_s.get("parent", 0.0) if status else 0.0
-            if silent_s > PARENT_SILENT_LIMIT_S:
-                return await _end_hung_parent(launch, view, silent_s)
+            runs = state is not None and state.is_running()
+            silence.look(gateway.url if gateway else None, status, runs=runs)
+            if silence.seconds > silence.limit_s:
+                return await _end_hung_parent(launch, view, silence.seconds)
             phase = (state.name or "unknown").lower() if state else "waiting for Prefect"
             view.show(status, f"run {launch.run_id}: {phase}")
             await asyncio.sleep(POLL_S)
@@ -173,9 +181,49 @@ async def follow(launch: Launch, view: View) -> str | None:
             await gateway.close()
 
 
+class ParentSilence:
+    """How long the run's parent has shown no life, and how long it may.
+
+    A gateway that has heard of it knows. Else the parent shows life by what it changes: the address in
+    run.json, and the gateway's process, of which each has a log of its own. It may be at work all the same: a
+    gateway that starts waits out an outage of the store, and at the run's end there is none. Time in which
+    this process stood still, or the parent was not known to run, does not count.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self.seconds = 0.0
+        self.limit_s = PARENT_SILENT_LIMIT_S
+        self._launch = launch
+        self._was_served = False
+        self._traces: tuple[str | None, set[str]] = (None, set())
+        self._at = time.monotonic()
+
+    def look(self, url: str | None, status: GatewayStatus | None, *, runs: bool) -> None:
+        """Note what run.json calls the gateway's address, and what the gateway says, now."""
+        now = time.monotonic()
+        passed_s, self._at = min(now - self._at, LONGEST_LOOK_S), now
+        self._was_served = self._was_served or status is not None
+        if status is not None and "parent" in status.heard_s:
+            self.seconds, self.limit_s = status.heard_s["parent"], PARENT_SILENT_LIMIT_S
+            return
+        work_s = SUMMARY_LIMIT_S if self._was_served and url is None else START_LIMIT_S
+        self.limit_s = PARENT_SILENT_LIMIT_S + work_s + self._launch.config.store.max_outage_s
+        before, self._traces = self._traces, (url, self._gateway_lives())
+        if self._traces != before:
+            self.seconds = 0.0
+        elif runs:
+            self.seconds += passed_s
+
+    def _gateway_lives(self) -> set[str]:
+        logs = Workspace(self._launch.run_id).logs()
+        return {path.name for path in logs.glob("gateway-[0-9]*-[0-9]*.log")}
+
+
 async def _end_hung_parent(launch: Launch, view: View, silent_s: float) -> str:
     view.say(f"the run's parent has given no sign of life for {silent_s:.0f} s: ending it")
-    await launch.cancel()
+    left = await launch.cancel()
+    if left:
+        view.say(f"not ended in time, ended by force: {', '.join(left)}")
     return (
         f"its parent hung, without a sign of life for {silent_s:.0f} s, and was ended; nothing finalized is "
         f"lost, and `repertory up --resume {launch.run_id}` goes on"

@@ -9,6 +9,7 @@ log begins anew once it has more than LOG_BYTES, which is looked at every LOOK_S
 """
 
 import ctypes
+import errno
 import os
 import resource
 import select
@@ -91,7 +92,8 @@ def _parent_holds(lifeline: int, wakeup: int, parent: int) -> bool:
 
 def _bound_log(limit_bytes: float) -> None:
     """The output of the command is appended to a file that this process has as its own output too; so it can
-    be copied away and cut to nothing while it is written to. What comes in between may be in neither."""
+    be copied away and cut to nothing while it is written to. What comes in between may be in neither. On a
+    full disk only what fits is kept: a log that stayed would grow."""
     try:
         if os.fstat(1).st_size < limit_bytes:
             return
@@ -101,7 +103,19 @@ def _bound_log(limit_bytes: float) -> None:
                 pass
         os.ftruncate(1, 0)
     except OSError as error:
-        os.write(2, f"this log could not be begun anew: {error.strerror}\n".encode())
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            os.ftruncate(1, 0)
+            _note(f"the end of what was here is lost: {error.strerror}")
+        else:
+            _note(f"this log could not be begun anew: {error.strerror}")
+
+
+def _note(line: str) -> None:
+    """Into the log; a full disk, which takes no line, must not end this process and with it the command."""
+    try:
+        os.write(2, f"{line}\n".encode())
+    except OSError:
+        return
 
 
 def _reap(statuses: dict[int, int]) -> bool:

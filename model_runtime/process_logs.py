@@ -64,23 +64,17 @@ def make_room(folder: Path, process: str, life: str) -> None:
     there are as many as are kept.
 
     They are named `<process>-<life>.log`, where `life` is a regular expression: no log of another process,
-    whose name may begin alike, may fit it.
+    whose name may begin alike, may fit it. Of two lives the later one has the higher numbers: a machine's
+    clock may be set back.
     """
-    named = re.compile(rf"{re.escape(process)}-{life}\.log")
-    ended: list[tuple[float, Path]] = []
+    named = re.compile(rf"{re.escape(process)}-({life})\.log")
+    ended: list[tuple[list[int], Path]] = []
     for path in folder.glob("*.log"):
-        if named.fullmatch(path.name):
-            ended.append((_changed_at(path), path))
+        if match := named.fullmatch(path.name):
+            ended.append(([int(number) for number in re.findall(r"\d+", match[1])], path))
     for _, path in sorted(ended)[: -(LogLimits.read().max_lives - 1)]:
         path.unlink(missing_ok=True)
         path.with_name(f"{path.name}.1").unlink(missing_ok=True)
-
-
-def _changed_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # another supervisor's process ended its
-        return 0.0
 
 
 def next_numbered(folder: Path, process: str, *, digits: int) -> Path:

@@ -58,27 +58,33 @@ class ChildProcess:
         process's own. `grace_s` lies between SIGTERM and SIGKILL when it is stopped. The file descriptors
         `pass_fds` are open in it under the same numbers.
 
-        Raises ProcessError when there is no such program, ConfigError for limits of logs that are none.
+        Raises ProcessError when there is no such program or its log can't be written, ConfigError for limits
+        of logs that are none.
         """
         limits = LogLimits.read()
         if shutil.which(argv[0]) is None:
             raise ProcessError(f"can't run {argv[0]!r}: no such program, or it is not executable")
-        log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-I", "-S", str(_GUARDIAN), str(theirs.fileno()), str(grace_s)]
         command += [str(limits.max_bytes), str(limits.look_every_s), *argv]
-        with theirs, log_path.open("ab") as log:
-            # Popen, not asyncio's: that one needs a child watcher, which depends on the loop and its thread.
-            guardian = subprocess.Popen(  # noqa: ASYNC220
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=None if env is None else dict(env),
-                cwd=cwd,
-                pass_fds=[theirs.fileno(), *pass_fds],
-                start_new_session=True,
-            )
+        try:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            with theirs, log_path.open("ab") as log:
+                # Popen, not asyncio's: that needs a child watcher, which depends on the loop and its thread.
+                guardian = subprocess.Popen(  # noqa: ASYNC220
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=None if env is None else dict(env),
+                    cwd=cwd,
+                    pass_fds=[theirs.fileno(), *pass_fds],
+                    start_new_session=True,
+                )
+        except OSError as error:
+            for end in (ours, theirs):
+                end.close()
+            raise ProcessError(f"can't run {argv[0]!r} with the log {log_path}: {error}") from error
         ours.setblocking(False)
         child = cls(guardian, ours, log_path, grace_s)
         try:

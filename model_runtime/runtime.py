@@ -251,7 +251,7 @@ class ModelAsyncRuntime:
         committed = await asyncio.to_thread(self._prepare_store)
         if committed is not None:
             self.version_tracker.commit(committed)
-        self._registering = asyncio.create_task(self.registrar.run())
+        self._registering = self._in_background(self.registrar.run(), "renewals")
 
     def _prepare_store(self) -> int | None:
         """Put the tokenizer there, and a frozen model's adapter as version 0; the newest version there."""
@@ -431,7 +431,7 @@ class ModelAsyncRuntime:
             await _cancelled(self._opening)
         if self._registering is not None:
             await _cancelled(self._registering)
-            await self.registrar.send()  # the gateway stops asking the servers before they go
+            await self._say_goodbye()
         outcomes = await asyncio.gather(
             self._end_background(),
             self.rollout_runtime.stop(),
@@ -444,6 +444,13 @@ class ModelAsyncRuntime:
                 raise outcome
         if self._traces is not None:
             await asyncio.to_thread(self._traces.close)
+
+    async def _say_goodbye(self) -> None:
+        """The gateway stops asking the servers before they go."""
+        try:
+            await self.registrar.send()
+        except Exception as error:  # of whatever the model failed: its processes must end all the same
+            logger.warning("%s: the gateway does not hear that its runtime ends: %s", self.model_id, error)
 
     async def _end_background(self) -> None:
         await _cancelled(*self._background)  # this stops the trainer

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from model_runtime.errors import StoreOutageError, SupersededError, TrainerError
+from model_runtime.errors import ProcessError, StoreOutageError, SupersededError, TrainerError
 from model_runtime.process_logs import make_room
 from model_runtime.processes import ChildProcess
 from model_runtime.protocol import (
@@ -78,6 +78,7 @@ class TrainerProcess:
         self._on_status = on_status
         self._limits = limits
         self._control: TrainerControl | None = None
+        self._written: TrainerControl | None = None  # what the trainer reads
         self._changed = Changed()
 
     @property
@@ -86,10 +87,22 @@ class TrainerProcess:
         return self.status is not None and self.status.state in ENDED_WELL
 
     def tell(self, control: TrainerControl) -> None:
-        """Replace what the trainer reads between its steps."""
-        if control != self._control:
-            _replace(self._mailbox / CONTROL_FILE, control.model_dump_json())
-            self._control = control
+        """Replace what the trainer reads between its steps. What can't be written, as on a full disk, is
+        written as soon as it can be."""
+        is_news = control != self._control
+        self._control = control
+        if is_news and (error := self._write_control()):
+            logger.warning("%s: the trainer can't be told anything, trying on: %s", self.model_id, error)
+
+    def _write_control(self) -> OSError | None:
+        """What the write failed of, if it did."""
+        if self._control is not None and self._control != self._written:
+            try:
+                _replace(self._mailbox / CONTROL_FILE, self._control.model_dump_json())
+            except OSError as error:
+                return error
+            self._written = self._control
+        return None
 
     async def wait_loaded(self) -> None:
         """Wait until the trainer has loaded its model. `run` must be under way."""
@@ -103,13 +116,11 @@ class TrainerProcess:
         SupersededError when the trainer saw a newer epoch, StoreOutageError when the store was away for too
         long. When cancelled it stops the trainer first.
         """
-        spec_path = self._mailbox / "trainer_spec.json"
-        _replace(spec_path, self._spec.model_dump_json(indent=1))
         failures = 0
         while True:
             began = time.monotonic()
             log_path = self._next_log()
-            trouble = await self._attempt(spec_path, log_path)
+            trouble = await self._attempt(log_path)
             if trouble is None:
                 return
             failures = 1 if time.monotonic() - began > self._limits.forgiven_after_s else failures + 1
@@ -130,25 +141,33 @@ class TrainerProcess:
         if self._child is not None and self._child.returncode is None:
             await self._child.stop()
 
-    async def _attempt(self, spec_path: Path, log_path: Path) -> _Trouble | None:
+    async def _attempt(self, log_path: Path) -> _Trouble | None:
         """One life of the trainer; None when it ended well."""
-        status_path = self._mailbox / STATUS_FILE
-        status_path.unlink(missing_ok=True)  # an earlier life's last words are not this one's
-        child = await ChildProcess.start(
-            [*TRAINER_ARGV, str(spec_path)], log_path=log_path, env=self._env, grace_s=self._limits.grace_s
-        )
+        try:
+            child = await self._begin(log_path)
+        except (ProcessError, OSError) as error:  # of a disk that is full, say
+            return _Trouble(f"the trainer could not be started: {error}", "")
         self.pid, self._child = child.pid, child
         try:
-            reason = await self._follow(child, _StatusFile(status_path))
+            reason = await self._follow(child, _StatusFile(self._mailbox / STATUS_FILE))
         finally:
             await child.stop()
         return None if reason is None else _Trouble(reason, child.log_tail())
+
+    async def _begin(self, log_path: Path) -> ChildProcess:
+        spec_path, status_path = self._mailbox / "trainer_spec.json", self._mailbox / STATUS_FILE
+        _replace(spec_path, self._spec.model_dump_json(indent=1))
+        status_path.unlink(missing_ok=True)  # an earlier life's last words are not this one's
+        return await ChildProcess.start(
+            [*TRAINER_ARGV, str(spec_path)], log_path=log_path, env=self._env, grace_s=self._limits.grace_s
+        )
 
     async def _follow(self, child: ChildProcess, file: _StatusFile) -> str | None:
         """Read its status until it ends; why it ended badly, or None."""
         silence = _Silence()
         last: TrainerStatus | None = None
         while True:
+            self._write_control()
             ended = child.returncode is not None  # asked first: what it wrote before it ended is read below
             status = file.read()
             if status is not None:

@@ -60,7 +60,7 @@ class _Told:
     async def tell(self, client: PrefectClient) -> None:
         """Telling again what was told already, because its answer was lost, changes nothing."""
         while self.states:
-            state = _dated(self.states[0])
+            state = _encodable(_dated(self.states[0]))
             if self.created:
                 await client.set_task_run_state(self.run.id, state, force=True)
             else:
@@ -175,8 +175,8 @@ class Narrator:
     async def _tell_of(self, told: _Told, client: PrefectClient) -> None:
         try:
             await told.tell(client)
-        except PrefectHTTPStatusError as error:
-            if may_pass(error):
+        except (PrefectHTTPStatusError, UnicodeEncodeError) as error:
+            if isinstance(error, PrefectHTTPStatusError) and may_pass(error):
                 raise
             log.warning("Prefect refused the task %s: %s", told.run.name, error)
             told.refused = True
@@ -204,6 +204,14 @@ def _dated(state: State[Any]) -> State[Any]:
         return state
     when = f"at {state.timestamp:%H:%M:%S} UTC, told when Prefect was back"
     return state.model_copy(update={"message": f"{state.message}; {when}" if state.message else when})
+
+
+def _encodable(state: State[Any]) -> State[Any]:
+    """With what UTF-8 does not know, as file names may hold it, written out in its message."""
+    if state.message is None:
+        return state
+    message = state.message.encode(errors="backslashreplace").decode()
+    return state.model_copy(update={"message": message})
 
 
 def _retry_delays_s(task: Task[..., Any]) -> Iterator[float]:

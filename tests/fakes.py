@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 import time
@@ -301,6 +302,23 @@ class _FakeS3Handler(BaseHTTPRequestHandler):
 
 def _xml_error(code: str) -> bytes:
     return f"<Error><Code>{code}</Code><Message>from the fake</Message></Error>".encode()
+
+
+class FullDisk:
+    """While `full`, no text is written to a file."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full = False
+        self.num_refused = 0
+        write = Path.write_text
+
+        def write_text(path: Path, *args: Any, **options: Any) -> int:
+            if self.full:
+                self.num_refused += 1
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            return write(path, *args, **options)
+
+        monkeypatch.setattr(Path, "write_text", write_text)
 
 
 def race_to_create(store: Store, key: str, *, num_threads: int = 8) -> list[int]:

@@ -255,6 +255,23 @@ def test_a_run_that_is_complete_is_shown_and_not_started_again(
     assert "started" in resumed()
 
 
+def test_a_complete_run_whose_last_life_left_no_summary_is_started_again(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, layout = known_run(config_file), RunLayout("run-1")
+    store = open_store(config.store)
+    begin_run(store, layout, config, epoch=1)
+    failed = summarize(store, layout, config, started_at=1.0, failures={"planner": "out of memory"})
+    store.put(layout.summary(), failed.model_dump_json().encode())
+    begin_run(store, layout, config, epoch=2)
+    update_run(store, layout, epoch=2, state="completed")
+    monkeypatch.setattr(cli, "_require_machine", lambda settings: None)
+    monkeypatch.setattr(cli, "_follow_run", lambda *_, **__: print("started"))
+    output = runner.invoke(cli.app, ["up", str(config_file), "--resume", "run-1"]).output
+    assert "started" in output
+    assert "out of memory" not in output
+
+
 def test_validate_refuses_what_is_no_cron_expression(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

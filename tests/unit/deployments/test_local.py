@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID, uuid4
 
+import httpx
 import pytest
+from prefect.exceptions import ObjectNotFound
 
 from deployments import local
 from deployments.infrastructure import GRAPH_LIMIT
@@ -24,7 +27,7 @@ from deployments.local import (
 )
 from deployments.prefect_client import PrefectApi
 from model_runtime.config import RunConfig
-from model_runtime.errors import ConfigError, ProcessError
+from model_runtime.errors import ConfigError, PrefectError, ProcessError
 from model_runtime.processes import free_port
 
 CONFIG = RunConfig.model_validate(
@@ -209,3 +212,51 @@ async def _never() -> bool:
 
 def test_the_dashboard_is_beside_the_api() -> None:
     assert PrefectApi("http://127.0.0.1:4200/api").ui_url == "http://127.0.0.1:4200"
+
+
+class Deleted:
+    """A Prefect client of a server that knows none of the flow runs and deployments it is asked for."""
+
+    async def __aenter__(self) -> Deleted:
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        return
+
+    async def read_flow_run(self, flow_run_id: UUID) -> Any:
+        response = httpx.Response(404, request=httpx.Request("GET", "http://prefect"))
+        raise ObjectNotFound(httpx.HTTPStatusError("404", request=response.request, response=response))
+
+    async def set_flow_run_state(self, flow_run_id: UUID, state: Any, **_: Any) -> None:
+        await self.read_flow_run(flow_run_id)
+
+    async def read_deployment_by_name(self, name: str) -> Any:
+        await self.read_flow_run(uuid4())
+
+
+async def test_a_flow_run_that_was_deleted_has_ended_and_is_not_asked_to_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    api = PrefectApi("http://prefect/api")
+    monkeypatch.setattr(api, "_client", Deleted)
+    state = await api.state(uuid4())
+    assert state is not None
+    assert state.is_final()
+    assert state.message == "its flow run was deleted from Prefect"
+    run: Any = SimpleNamespace(id=uuid4(), state=None, name="run-1", parent_task_run_id=None)
+
+    async def one_run(_: Any) -> list[Any]:
+        return [run]
+
+    monkeypatch.setattr(api, "_active", one_run)
+    assert await api.cancel("run-1") == 1
+    assert await api.bury() == ["run-1"]
+
+
+async def test_a_deployment_that_was_deleted_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    api = PrefectApi("http://prefect/api")
+    monkeypatch.setattr(api, "_client", Deleted)
+    with pytest.raises(PrefectError, match="the run could not be created: it is not there"):
+        await api.launch(CONFIG, "run-1")

@@ -8,6 +8,7 @@ from model_runtime import mailbox as module
 from model_runtime.errors import CorruptObjectError
 from model_runtime.mailbox import TrainerMailbox
 from model_runtime.protocol import CONTROL_FILE, STATUS_FILE, TrainerControl, TrainerStatus
+from tests.fakes import FullDisk
 
 
 def read(folder):
@@ -17,6 +18,13 @@ def read(folder):
 @pytest.fixture
 def fast_heartbeat(monkeypatch):
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_without_orders_the_trainer_runs(tmp_path):
@@ -67,3 +75,43 @@ def test_a_main_thread_that_is_overdue_falls_silent(tmp_path, fast_heartbeat):
         before = read(tmp_path).heartbeat_at
         time.sleep(0.2)
         assert read(tmp_path).heartbeat_at == before
+
+
+def test_the_heart_beats_on_when_a_full_disk_has_room_again(tmp_path, fast_heartbeat, monkeypatch):
+    disk = FullDisk(monkeypatch)
+    with TrainerMailbox(tmp_path) as mailbox:
+        mailbox.working(for_s=30)
+        disk.full = True
+        wait_until(lambda: disk.num_refused > 2)
+        before = read(tmp_path).heartbeat_at
+        disk.full = False
+        wait_until(lambda: read(tmp_path).heartbeat_at > before)
+
+
+def test_a_report_a_full_disk_did_not_take_is_written_when_it_has_room(tmp_path, fast_heartbeat, monkeypatch):
+    disk = FullDisk(monkeypatch)
+    with TrainerMailbox(tmp_path) as mailbox:
+        mailbox.working(for_s=0)
+        disk.full = True
+        mailbox.report(state="running", step=3)
+        disk.full = False
+        wait_until(lambda: read(tmp_path).step == 3)
+
+
+def test_a_trainer_that_ends_waits_until_its_last_words_are_written(tmp_path, fast_heartbeat, monkeypatch):
+    disk = FullDisk(monkeypatch)
+    with TrainerMailbox(tmp_path) as mailbox:
+        mailbox.working(for_s=0)
+        disk.full = True
+        mailbox.report(state="finished")
+        monkeypatch.setattr(module.time, "sleep", lambda _: setattr(disk, "full", False))
+    assert read(tmp_path).state == "finished"
+
+
+def test_a_disk_that_stays_full_does_not_hold_up_the_end(tmp_path, fast_heartbeat, monkeypatch):
+    monkeypatch.setattr(module, "LAST_WORDS_S", 0.1)
+    disk = FullDisk(monkeypatch)
+    with TrainerMailbox(tmp_path) as mailbox:
+        disk.full = True
+        mailbox.report(state="finished")
+    assert read(tmp_path).state == "loading"

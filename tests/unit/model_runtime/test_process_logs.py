@@ -34,6 +34,22 @@ def test_of_each_process_the_last_lives_are_kept(tmp_path: Path, monkeypatch: py
     assert names(tmp_path) == [f"vllm-m-0-{n:03d}.log{end}" for n in (7, 8, 9) for end in ("", ".1")]
 
 
+def test_the_logs_of_the_newest_lives_stay_when_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LIVES_ENV, "3")
+    for number in range(1, 14):
+        path = next_numbered(tmp_path, "vllm-m-0", digits=3)
+        path.write_text("x")
+        os.utime(path, (1000 - number, 1000 - number))
+    assert names(tmp_path) == [f"vllm-m-0-{n:03d}.log" for n in (11, 12, 13)]
+    for life in ("9-9", "10-1", "10-2"):
+        write(tmp_path, f"gateway-{life}.log")
+        os.utime(tmp_path / f"gateway-{life}.log", (0, 0))
+    make_room(tmp_path, "gateway", r"\d+-\d+")
+    assert [name for name in names(tmp_path) if "gateway" in name] == ["gateway-10-1.log", "gateway-10-2.log"]
+
+
 def test_the_first_log_begins_in_a_folder_that_is_made_later(tmp_path: Path) -> None:
     assert next_numbered(tmp_path / "logs", "vllm-m-0", digits=3) == tmp_path / "logs/vllm-m-0-001.log"
 

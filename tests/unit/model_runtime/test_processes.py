@@ -201,6 +201,43 @@ async def test_a_log_that_grows_too_large_begins_anew_and_the_one_before_is_kept
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.log", "x.log.1"]
 
 
+FULL_DISK = """
+import errno, os
+from model_runtime import guardian
+
+write = os.write
+
+def copy_file_range(source, target, count):
+    write(target, os.pread(source, 3, 0))
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+def write_nothing(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+os.copy_file_range = copy_file_range
+guardian._bound_log(5000)
+os.write(1, b"goes on" + bytes(5000))
+os.write = write_nothing
+guardian._bound_log(5000)
+write(1, b"goes on")
+"""
+
+
+def test_a_log_that_a_full_disk_can_not_keep_is_cut_and_the_command_goes_on(tmp_path):
+    log = tmp_path / "x.log"
+    log.write_bytes(b"old" + bytes(5000))
+    with log.open("ab") as output:
+        subprocess.run([sys.executable, "-c", FULL_DISK], stdout=output, stderr=output, check=True)
+    assert log.read_bytes() == b"goes on"
+    assert (tmp_path / "x.log.1").read_bytes() == b"the"
+
+
+async def test_a_log_that_can_not_be_opened_is_named(tmp_path):
+    (tmp_path / "x.log").mkdir()
+    with pytest.raises(ProcessError, match=r"x\.log: .*Is a directory"):
+        await ChildProcess.start([sys.executable, "-V"], log_path=tmp_path / "x.log")
+
+
 async def test_a_program_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(ProcessError, match="no-such-program"):
         await ChildProcess.start(["no-such-program"], log_path=tmp_path / "x.log")

@@ -273,6 +273,23 @@ async def test_a_trainer_that_keeps_failing_fails_the_model_with_its_reason(setu
     assert setup.gateway.last.status == "failed"
 
 
+async def test_a_model_whose_renewals_end_by_an_error_fails_with_it_and_leaves_no_process(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compose(seq: int) -> Any:
+        raise OSError("no renewal can be made")
+
+    async with setup.started() as runtime:
+        await runtime.publish(await runtime.next_version() or 0)
+        monkeypatch.setattr(runtime.registrar, "_compose", compose)
+        with pytest.raises(OSError, match="no renewal can be made"):
+            await asyncio.wait_for(runtime.serve_until_stopped(), 10)
+        assert runtime.status == "failed"
+        pids = [runtime.trainer.pid if runtime.trainer else None]
+        pids += [server.child.pid for server in runtime.rollout_runtime.replicas if server.child]
+    assert not any(is_alive(pid) for pid in pids)
+
+
 async def test_a_trainer_that_fails_at_its_start_fails_the_start(setup: Setup) -> None:
     setup.mailbox.joinpath("fail").write_text("no such model")
     with pytest.raises(TrainerError, match="no such model"):

@@ -19,6 +19,7 @@ from model_runtime.errors import StoreOutageError, SupersededError, TrainerError
 from model_runtime.protocol import TrainerControl, TrainerSpec, TrainerStatus
 from model_runtime.trainer_process import TrainerLimits, TrainerProcess
 from tests.fake_servers import until
+from tests.fakes import FullDisk
 
 LIMITS = TrainerLimits(max_restarts=2, backoff_s=0.01, max_backoff_s=0.02, hang_s=1.5, grace_s=2)
 
@@ -81,6 +82,34 @@ async def test_what_the_trainer_says_arrives_and_what_it_is_told_is_obeyed(setup
         trainer.tell(TrainerControl(published_version=1, desired="drain"))
         await asyncio.wait_for(task, 5)
         assert trainer.ended_well
+
+
+async def test_what_a_full_disk_keeps_from_the_trainer_it_hears_when_there_is_room(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(monkeypatch)
+    async with setup.running() as (trainer, task):
+        await trainer.wait_loaded()
+        disk.full = True
+        trainer.tell(TrainerControl(desired="drain", published_version=0))
+        await until(lambda: disk.num_refused > 2)
+        assert not task.done()
+        disk.full = False
+        await asyncio.wait_for(task, 5)
+        assert trainer.ended_well
+        assert trainer.attempt == 1
+
+
+async def test_a_trainer_that_a_full_disk_keeps_from_starting_is_started_again(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(monkeypatch)
+    disk.full = True
+    async with setup.running() as (trainer, _):
+        await until(lambda: disk.num_refused == 1)
+        disk.full = False
+        await trainer.wait_loaded()
+        assert trainer.attempt == 2
 
 
 async def test_heartbeats_alone_are_not_news(setup: Setup) -> None:

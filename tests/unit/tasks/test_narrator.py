@@ -53,6 +53,7 @@ class FakeApi:
 
     def _answer(self, name: str) -> None:
         self.num_asked += 1
+        name.encode()  # as a request's body is
         if self.away:
             raise httpx.ConnectError("refused")
         if self.refuses == name:
@@ -61,6 +62,7 @@ class FakeApi:
             raise PrefectHTTPStatusError.from_httpx_error(error)
 
     def _set(self, name: str, state: State) -> None:
+        (state.message or "").encode()
         self.states.setdefault(name, []).append(state.name or "")
         self.messages.append(state.message)
 
@@ -245,6 +247,34 @@ async def test_a_task_that_prefect_refuses_holds_up_no_other(
         assert await narrator.run(double, 3) == 6
     assert api.states == {"double 3": ["Running", "Completed"]}
     assert "Prefect refused the task double 2" in caplog.text
+
+
+async def test_a_reason_that_utf_8_does_not_know_is_told_and_holds_up_no_other(api: FakeApi) -> None:
+    @task(name="read")
+    async def read() -> None:
+        raise ValueError("adapter \udcff is damaged")
+
+    async with narrating() as narrator:
+        with pytest.raises(ValueError, match="is damaged"):
+            await narrator.run(read)
+        assert await narrator.run(double, 3) == 6
+        await until(lambda: "double 3" in api.states)
+    assert api.states == {"read": ["Running", "Failed"], "double 3": ["Running", "Completed"]}
+    assert r"ValueError: adapter \udcff is damaged" in api.messages
+
+
+async def test_a_task_whose_name_can_not_be_sent_holds_up_no_other(
+    api: FakeApi, caplog: pytest.LogCaptureFixture
+) -> None:
+    @task(name="read", task_run_name="read {path}")
+    async def read(path: str) -> None:
+        return
+
+    async with narrating() as narrator:
+        await narrator.run(read, "\udcff")
+        assert await narrator.run(double, 3) == 6
+    assert api.states == {"double 3": ["Running", "Completed"]}
+    assert "Prefect refused the task read" in caplog.text
 
 
 async def test_a_flow_ends_in_seconds_while_prefect_does_not_answer(
