@@ -111,7 +111,8 @@ class SessionRegistry:
         self._groups: dict[str, dict[int, _Member]] = {}
 
     def __iter__(self) -> Iterator[Session]:
-        return iter(self._sessions.values())
+        """Those that are open now; one may end while its neighbours are looked at."""
+        return iter(list(self._sessions.values()))
 
     def __len__(self) -> int:
         return len(self._sessions)
