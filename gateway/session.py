@@ -19,6 +19,7 @@ from gateway.conversation import ChatReply
 from gateway.journal import Append, SessionJournal
 from gateway.journal_events import (
     Event,
+    ExecutionKey,
     InfraLifted,
     InfraMarked,
     RewardGiven,
@@ -100,6 +101,11 @@ class Session:
     @property
     def is_training(self) -> bool:
         return self.mode == "train"
+
+    @property
+    def execution(self) -> ExecutionKey:
+        """What its end is written as."""
+        return self.member, self.mode, "" if self.is_training else self.session_id
 
     def require_active(self) -> None:
         """Raises ConflictError once the session takes no more calls."""

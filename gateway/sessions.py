@@ -290,17 +290,18 @@ class SessionRegistry:
     def finish(self, written: Iterable[ExecutionWritten]) -> None:
         """Settle what is in the logs already, and go on settling what had been decided. What fails is tried
         again by the sweep."""
-        found = {(s.member, s.mode): s for s in self}
+        found = {s.execution: s for s in self}
         for note in written:
-            session = found.get((note.member, note.mode))
+            session = found.get(note.key)
             if session is not None and session.outcome is not None:
                 execution, num_refused = self._recorder.execution(session, *session.outcome)
                 self._note_durable(execution, note.writer, note.seq)
                 self._end(session, execution, num_refused, rows_in=note.rows_in)
-            elif session is None:  # its member never opened one
-                execution = without_rows(note.member, note.status, {})
-                self._note_durable(execution, note.writer, note.seq)
-                self._journal.write(Forget(of_execution(note.member, note.mode)))
+            elif session is None:
+                if note.mode == "train":  # its member never opened one
+                    execution = without_rows(note.member, note.status, {})
+                    self._note_durable(execution, note.writer, note.seq)
+                self._journal.write(Forget(of_execution(note.key)))
         for session in self:
             if session.outcome is not None:
                 session.settlement = asyncio.create_task(self._settle(session, *session.outcome))
@@ -431,9 +432,7 @@ class SessionRegistry:
         )
         del self._sessions[session.session_id]
         owner = of_session(session.session_id)
-        self._journal.write(
-            Forget(owner), Append(owner, end), Forget(of_execution(execution.member, execution.mode))
-        )
+        self._journal.write(Forget(owner), Append(owner, end), Forget(of_execution(execution.key)))
         return self._settled.add(end)
 
     async def _record(self, execution: FinishedExecution) -> Written:
@@ -487,7 +486,7 @@ class SessionRegistry:
 
     async def _settle_unopened(self, execution: FinishedExecution) -> None:
         await self._record(execution)
-        self._journal.write(Forget(of_execution(execution.member, execution.mode)))
+        self._journal.write(Forget(of_execution(execution.key)))
 
 
 def _has_failed(task: asyncio.Task[FinalizeAnswer] | None) -> bool:

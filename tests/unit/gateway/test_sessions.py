@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -282,6 +283,24 @@ def test_evaluation_sessions_stand_outside_groups_and_logs_and_may_be_greedy(har
     assert harness.settlements("plan") == []
     [row] = harness.rows("plan", evaluation=True)
     assert (row.train, dict(row.workflow_rewards)) == (False, {"reward": 1.0})
+
+
+def test_evaluations_that_work_on_one_task_at_once_each_have_their_rows_and_answers(
+    local_store: Store,
+) -> None:
+    with live_gateway(local_store, config=make_config(commit_interval_s=0.3)) as harness:
+        harness.make_ready()
+        sessions = [harness.open_session(0, "held-out", mode="eval") for _ in range(2)]
+        for num_calls, session in enumerate(sessions, start=1):
+            for number in range(num_calls):
+                session.chat(f"question {number}")
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda session: session.finalize(1.0), sessions))
+        assert [answer["num_rows"] for answer in answers] == [{"plan": 1}, {"plan": 2}]
+        written = Counter(row.session_id for row in harness.rows("plan", evaluation=True))
+        assert written == {session.session_id: n for n, session in enumerate(sessions, start=1)}
+        shown = [harness.http.get(f"/sessions/{s.session_id}", headers=s.headers) for s in sessions]
+        assert [len(answer.json()["chains"]) for answer in shown] == [1, 2]
 
 
 def test_rows_of_a_group_opened_without_training_a_model_say_so(local_store: Store) -> None:
