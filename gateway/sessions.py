@@ -41,6 +41,7 @@ from gateway.settled_sessions import MAX_REMEMBERED, SettledSessions, check_key
 from gateway.slices import all_in_slices
 from gateway.traced import trace_settled
 from model_runtime.errors import (
+    AlreadyDoneError,
     ConflictError,
     InvalidRequestError,
     InvalidTrajectoryError,
@@ -122,8 +123,8 @@ class SessionRegistry:
     def open(self, request: SessionRequest) -> Session:
         """A new session; for the same execution again, while nothing was sampled, the one there is.
 
-        Raises ConflictError for a group that is not open and a member that is settled or under way,
-        TooManyRequestsError while as many are open as may be."""
+        Raises AlreadyDoneError for a member that nothing is left to do for, ConflictError for one under way
+        and a group that is not open, TooManyRequestsError while as many are open as may be."""
         self._check_sampling(request)
         member = MemberKey(
             group_id=request.group_id,
@@ -349,6 +350,8 @@ class SessionRegistry:
             key = replace(key, attempt=max(key.attempt, member.next_attempt))
         running = self._sessions.get(member.session_id or "")
         if running is not None:
+            if running.is_finished:
+                raise AlreadyDoneError(f"{who} is finished: it ends, or awaits its rewards alone")
             if running.member == key and running.outcome is None and not running.agents:
                 return running  # the answer to the first request got lost
             raise ConflictError(
@@ -361,13 +364,14 @@ class SessionRegistry:
         return session
 
     def _check_group(self, group: OpenGroup, key: MemberKey) -> None:
-        """Raises ConflictError where this execution can't belong to the open group."""
+        """Raises AlreadyDoneError for a member that is settled, ConflictError where this execution can't
+        belong to the open group."""
         if key.group_size != group.group_size:
             raise ConflictError(
                 f"group {group.group_id!r} was opened with size {group.group_size}, not {key.group_size}"
             )
         if key.member_index in group.settled:
-            raise ConflictError(f"member {key.member_index} of group {group.group_id!r} is settled")
+            raise AlreadyDoneError(f"member {key.member_index} of group {group.group_id!r} is settled")
         if self._clock() >= group.deadline_at:
             raise ConflictError(f"the time of group {group.group_id!r} is up")
 

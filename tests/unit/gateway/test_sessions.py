@@ -61,10 +61,28 @@ def test_what_is_finished_and_awaits_its_reward_is_not_taken_over(harness: Gatew
     session = harness.open_session()
     session.chat("x")
     session.post("finalize", {"reward_deadline_s": 3600})
-    assert refusal(harness.ask_for_session(takes_over=True)) == (409, "conflict")
+    assert refusal(harness.ask_for_session(takes_over=True)) == (409, "already_done")
     session.post("reward", {"reward": 0.5})
     until(lambda: harness.settlements("plan"))
     assert [s.status for s in harness.settlements("plan")] == ["finalized"]
+
+
+@pytest.mark.parametrize("takes_over", [True, False])
+def test_a_member_that_nothing_is_left_to_do_for_is_refused_by_a_code_of_its_own(
+    harness: GatewayHarness, *, takes_over: bool
+) -> None:
+    def refused(member: int) -> tuple[int, str]:
+        return refusal(harness.ask_for_session(member, takes_over=takes_over))
+
+    awaiting, settled = harness.open_session(0), harness.open_session(1)
+    awaiting.post("finalize", {"reward_deadline_s": 3600})  # of which nothing was asked
+    settled.chat("x")
+    settled.finalize(1.0)
+    assert [refused(0), refused(1)] == [(409, "already_done")] * 2
+    awaiting.post("reward", {"reward": 0.5})
+    until(lambda: len(harness.settlements("plan")) == 2)  # and with it the group
+    assert [refused(0), refused(1)] == [(409, "already_done")] * 2
+    assert refusal(harness.ask_for_session(group_id="unheard-of")) == (409, "conflict")
 
 
 def test_a_retried_member_opens_again_with_the_next_attempt_and_leaves_no_rows_of_the_first(
@@ -79,7 +97,7 @@ def test_a_retried_member_opens_again_with_the_next_attempt_and_leaves_no_rows_o
     assert second.finalize(1.0)["status"] == "finalized"
     assert [row.member.attempt for row in harness.rows("plan")] == [1]
     assert [s.status for s in harness.settlements("plan")] == ["retried", "finalized"]
-    assert refusal(harness.ask_for_session(attempt=2)) == (409, "conflict")
+    assert refusal(harness.ask_for_session(attempt=2)) == (409, "already_done")
 
 
 # ------------------------------------------------------------------ access
@@ -248,7 +266,7 @@ def test_a_group_past_its_time_settles_open_members_and_those_that_never_began(
     again = harness.http.post(
         "/groups", json={"group_id": "short", "group_size": 3, "wait_s": 0}, headers=harness.admin
     )
-    assert refusal(again) == (409, "conflict")
+    assert refusal(again) == (409, "already_done")
     assert "short" not in harness.gateway.sessions._groups
 
 
