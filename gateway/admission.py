@@ -21,7 +21,7 @@ from gateway.adaptive import AdaptiveConcurrency, Signals
 from gateway.journal import Append, Forget, SessionJournal
 from gateway.journal_events import GATES, GatesMoved, GroupClosed, GroupOpened, MemberSettled, of_group
 from model_runtime.config import ModelConfig, RunConfig
-from model_runtime.errors import ConflictError
+from model_runtime.errors import AlreadyDoneError, ConflictError
 from model_runtime.protocol import GroupAnswer, GroupRequest, ModelRenewal, QueueReport
 from model_runtime.types import FINAL_STATUSES
 
@@ -258,8 +258,8 @@ class AdmissionState:
         return len(self._line)
 
     def answer(self, request: GroupRequest) -> GroupAnswer:
-        """What the driver is told now. Raises ConflictError for a group that is over, or was opened with
-        another size."""
+        """What the driver is told now. Raises AlreadyDoneError for a group that is over, ConflictError for
+        one that was opened with another size."""
         group_id = request.group_id
         if (group := self.open_groups.get(group_id)) is not None:
             if group.group_size != request.group_size:
@@ -267,9 +267,12 @@ class AdmissionState:
                     f"group {group_id!r} is open with {group.group_size} members, not {request.group_size}"
                 )
             return GroupAnswer(group_id=group_id, status="open", train=group.train)
-        if group_id in self._settled or len(_members(request.settled_members, request)) == request.group_size:
-            raise ConflictError(f"group {group_id!r} is settled; new work needs a group_id of its own")
+        if self.is_over(group_id) or len(_members(request.settled_members, request)) == request.group_size:
+            raise AlreadyDoneError(f"group {group_id!r} is settled; new work needs a group_id of its own")
         return GroupAnswer(group_id=group_id, status="ended" if self.has_ended else "waiting")
+
+    def is_over(self, group_id: str) -> bool:
+        return group_id in self._settled
 
     def admit(self, is_awaited: Callable[[str], bool]) -> list[OpenGroup]:
         """Open what may open, oldest first, passing over groups nobody is waiting for right now (they keep
@@ -418,7 +421,7 @@ class GroupAdmission:
 
     async def open(self, request: GroupRequest) -> GroupAnswer:
         """Open the group, waiting up to `wait_s` for room. Asking again keeps the place in the line, and an
-        open group answers `open` again. Raises ConflictError for a group that is over."""
+        open group answers `open` again. Raises AlreadyDoneError for a group that is over."""
         answer = self._state.answer(request)
         if answer.status != "waiting":
             return answer
@@ -439,8 +442,10 @@ class GroupAdmission:
         return group_id in self._state.open_groups
 
     def require_open(self, group_id: str) -> OpenGroup:
-        """The open group. Raises ConflictError when it isn't open."""
+        """The open group. Raises AlreadyDoneError when it is over, ConflictError when it isn't open."""
         group = self._state.open_groups.get(group_id)
+        if group is None and self._state.is_over(group_id):
+            raise AlreadyDoneError(f"group {group_id!r} is settled")
         if group is None:
             raise ConflictError(f"group {group_id!r} is not open; open it with POST /groups first")
         return group

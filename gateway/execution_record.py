@@ -37,6 +37,7 @@ class Recorder:
             train=session.train,
             trajectories=tuple(trajectories),
             mode="train" if session.is_training else "eval",
+            session_id="" if session.is_training else session.session_id,
         )
         return execution, num_refused
 

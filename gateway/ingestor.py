@@ -19,7 +19,7 @@ import msgspec
 from tenacity import AsyncRetrying, retry_if_exception, wait_exponential, wait_random
 
 from gateway.journal import Append, Forget, SessionJournal
-from gateway.journal_events import ExecutionWritten, of_execution
+from gateway.journal_events import ExecutionKey, ExecutionWritten, of_execution
 from gateway.slices import in_slices
 from model_runtime.config import GatewayConfig
 from model_runtime.errors import (
@@ -47,6 +47,11 @@ class FinishedExecution:
     train: Mapping[str, bool]  # model_id → its rows may be trained
     trajectories: tuple[Trajectory, ...]
     mode: Literal["train", "eval"] = "train"
+    session_id: str = ""  # of an evaluation
+
+    @property
+    def key(self) -> ExecutionKey:
+        return self.member, self.mode, self.session_id
 
 
 class JournalEntry(msgspec.Struct, frozen=True):
@@ -81,13 +86,13 @@ class _Commit:
     """Executions that are written together."""
 
     began_at: float
-    pending: dict[tuple[MemberKey, str], _Pending] = field(default_factory=dict)
+    pending: dict[ExecutionKey, _Pending] = field(default_factory=dict)
     num_rows: int = 0
     num_bytes: int = 0
 
-    def add(self, key: tuple[MemberKey, str], execution: FinishedExecution) -> _Pending:
+    def add(self, execution: FinishedExecution) -> _Pending:
         pending = _Pending(execution, asyncio.get_running_loop().create_future())
-        self.pending[key] = pending
+        self.pending[execution.key] = pending
         self.num_rows += len(execution.trajectories)
         self.num_bytes += sum(t.nbytes for t in execution.trajectories)
         return pending
@@ -130,7 +135,7 @@ class TrajectoryIngestor:
         self._next_commit = 0
         self._next_log_seq = 0
         self._next_eval_seq: Counter[str] = Counter()
-        self._unclaimed: dict[tuple[MemberKey, str], asyncio.Future[Written]] = {}
+        self._unclaimed: dict[ExecutionKey, asyncio.Future[Written]] = {}
 
     async def start(self) -> None:
         """Write what earlier lives left in the journal, then accept work. Raises StoreError, and
@@ -151,7 +156,7 @@ class TrajectoryIngestor:
             raise StoreUnavailableError(
                 f"execution {execution.member.workflow_id}: the ingestor is not running"
             )
-        key = (execution.member, execution.mode)
+        key = execution.key
         done = self._unclaimed.pop(key, None) or self._join(execution).done
         try:
             async with asyncio.timeout(self._ingest_timeout_s):
@@ -183,13 +188,13 @@ class TrajectoryIngestor:
     # ------------------------------------------------------------------ collecting
 
     def _join(self, execution: FinishedExecution) -> _Pending:
-        key = (execution.member, execution.mode)
+        key = execution.key
         for commit in (self._writing, self._collecting):
             if commit is not None and key in commit.pending and not commit.pending[key].has_failed:
                 return commit.pending[key]
         if self._collecting is None:
             self._collecting = _Commit(began_at=time.monotonic())
-        pending = self._collecting.add(key, execution)
+        pending = self._collecting.add(execution)
         self._changed.set()
         return pending
 
@@ -312,8 +317,10 @@ class TrajectoryIngestor:
         """Tell the next process of this epoch where to look for these executions."""
         seq = self._next_log_seq
         async for e, keys in in_slices(zip(executions, rows_in, strict=True)):
-            owner = of_execution(e.member, e.mode)
-            note = ExecutionWritten(e.member, e.mode, e.status, shard_key, self.writer, seq, keys)
+            owner = of_execution(e.key)
+            note = ExecutionWritten(
+                e.member, e.mode, e.status, shard_key, self.writer, seq, keys, e.session_id
+            )
             self._sessions.write(Forget(owner), Append(owner, note))
         await self._sessions.durable()
 

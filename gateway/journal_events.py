@@ -28,9 +28,15 @@ def of_group(group_id: str) -> str:
     return f"group/{group_id}"
 
 
-def of_execution(member: MemberKey, mode: str) -> str:
+ExecutionKey = tuple[MemberKey, str, str]
+"""What is written once: an attempt of a member, in a mode, and of evaluations, of which several may work on
+one member, the session; empty in training."""
+
+
+def of_execution(key: ExecutionKey) -> str:
     """Owner of the note that an execution is being written to the logs."""
-    return f"writing/{mode}/{member.workflow_id}"
+    member, mode, session_id = key
+    return f"writing/{mode}/{session_id or member.workflow_id}"
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True):
@@ -163,6 +169,11 @@ class ExecutionWritten(_Event, frozen=True, tag="writing"):
     writer: str
     seq: int
     rows_in: tuple[str, ...] = ()  # the shards that hold its trajectories
+    session_id: str = ""  # of an evaluation
+
+    @property
+    def key(self) -> ExecutionKey:
+        return self.member, self.mode, self.session_id
 
 
 class SessionSettled(_Event, frozen=True, tag="settled"):

@@ -143,6 +143,7 @@ class JournalFiles:
             _write_at(descriptor, self._head, 0)
         except OSError:
             os.close(descriptor)
+            path.unlink(missing_ok=True)  # the one that is written on must stay the last
             raise
         if self._newest >= 0:
             os.close(self._newest)

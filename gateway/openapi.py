@@ -59,7 +59,7 @@ _STATUSES = {
     "400": "The request can't be honoured as written",
     "401": "The key is missing, or opens something else",
     "404": "There is no such session, agent, model or path",
-    "409": "The session or group is not in a state that allows this",
+    "409": "The session or group is not in a state that allows this; already_done: nothing is left to do",
     "410": "The run takes no new work",
     "413": "The body is too long (gateway.max_request_bytes), or of too many values",
     "422": "The body is not what the schema says",

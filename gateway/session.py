@@ -19,6 +19,7 @@ from gateway.conversation import ChatReply
 from gateway.journal import Append, SessionJournal
 from gateway.journal_events import (
     Event,
+    ExecutionKey,
     InfraLifted,
     InfraMarked,
     RewardGiven,
@@ -31,7 +32,7 @@ from gateway.journal_events import (
 from gateway.sampling import Settings
 from model_runtime.errors import ConflictError, LimitExceededError
 from model_runtime.protocol import FinalizeAnswer
-from model_runtime.types import MemberKey, SettlementStatus
+from model_runtime.types import FINAL_STATUSES, MemberKey, SettlementStatus
 
 # Rewards given to one session, replaced and withdrawn ones among them: the journal holds all.
 MAX_REWARDS_GIVEN = 100_000
@@ -100,6 +101,16 @@ class Session:
     @property
     def is_training(self) -> bool:
         return self.mode == "train"
+
+    @property
+    def execution(self) -> ExecutionKey:
+        """What its end is written as."""
+        return self.member, self.mode, "" if self.is_training else self.session_id
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing is left to do for its member: it ends for good, or awaits rewards alone."""
+        return self.awaits is not None if self.outcome is None else self.outcome[0] in FINAL_STATUSES
 
     def require_active(self) -> None:
         """Raises ConflictError once the session takes no more calls."""

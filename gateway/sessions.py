@@ -41,6 +41,7 @@ from gateway.settled_sessions import MAX_REMEMBERED, SettledSessions, check_key
 from gateway.slices import all_in_slices
 from gateway.traced import trace_settled
 from model_runtime.errors import (
+    AlreadyDoneError,
     ConflictError,
     InvalidRequestError,
     InvalidTrajectoryError,
@@ -111,7 +112,8 @@ class SessionRegistry:
         self._groups: dict[str, dict[int, _Member]] = {}
 
     def __iter__(self) -> Iterator[Session]:
-        return iter(self._sessions.values())
+        """Those that are open now; one may end while its neighbours are looked at."""
+        return iter(list(self._sessions.values()))
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -121,8 +123,8 @@ class SessionRegistry:
     def open(self, request: SessionRequest) -> Session:
         """A new session; for the same execution again, while nothing was sampled, the one there is.
 
-        Raises ConflictError for a group that is not open and a member that is settled or under way,
-        TooManyRequestsError while as many are open as may be."""
+        Raises AlreadyDoneError for a member that nothing is left to do for, ConflictError for one under way
+        and a group that is not open, TooManyRequestsError while as many are open as may be."""
         self._check_sampling(request)
         member = MemberKey(
             group_id=request.group_id,
@@ -289,17 +291,18 @@ class SessionRegistry:
     def finish(self, written: Iterable[ExecutionWritten]) -> None:
         """Settle what is in the logs already, and go on settling what had been decided. What fails is tried
         again by the sweep."""
-        found = {(s.member, s.mode): s for s in self}
+        found = {s.execution: s for s in self}
         for note in written:
-            session = found.get((note.member, note.mode))
+            session = found.get(note.key)
             if session is not None and session.outcome is not None:
                 execution, num_refused = self._recorder.execution(session, *session.outcome)
                 self._note_durable(execution, note.writer, note.seq)
                 self._end(session, execution, num_refused, rows_in=note.rows_in)
-            elif session is None:  # its member never opened one
-                execution = without_rows(note.member, note.status, {})
-                self._note_durable(execution, note.writer, note.seq)
-                self._journal.write(Forget(of_execution(note.member, note.mode)))
+            elif session is None:
+                if note.mode == "train":  # its member never opened one
+                    execution = without_rows(note.member, note.status, {})
+                    self._note_durable(execution, note.writer, note.seq)
+                self._journal.write(Forget(of_execution(note.key)))
         for session in self:
             if session.outcome is not None:
                 session.settlement = asyncio.create_task(self._settle(session, *session.outcome))
@@ -347,6 +350,8 @@ class SessionRegistry:
             key = replace(key, attempt=max(key.attempt, member.next_attempt))
         running = self._sessions.get(member.session_id or "")
         if running is not None:
+            if running.is_finished:
+                raise AlreadyDoneError(f"{who} is finished: it ends, or awaits its rewards alone")
             if running.member == key and running.outcome is None and not running.agents:
                 return running  # the answer to the first request got lost
             raise ConflictError(
@@ -359,13 +364,14 @@ class SessionRegistry:
         return session
 
     def _check_group(self, group: OpenGroup, key: MemberKey) -> None:
-        """Raises ConflictError where this execution can't belong to the open group."""
+        """Raises AlreadyDoneError for a member that is settled, ConflictError where this execution can't
+        belong to the open group."""
         if key.group_size != group.group_size:
             raise ConflictError(
                 f"group {group.group_id!r} was opened with size {group.group_size}, not {key.group_size}"
             )
         if key.member_index in group.settled:
-            raise ConflictError(f"member {key.member_index} of group {group.group_id!r} is settled")
+            raise AlreadyDoneError(f"member {key.member_index} of group {group.group_id!r} is settled")
         if self._clock() >= group.deadline_at:
             raise ConflictError(f"the time of group {group.group_id!r} is up")
 
@@ -430,9 +436,7 @@ class SessionRegistry:
         )
         del self._sessions[session.session_id]
         owner = of_session(session.session_id)
-        self._journal.write(
-            Forget(owner), Append(owner, end), Forget(of_execution(execution.member, execution.mode))
-        )
+        self._journal.write(Forget(owner), Append(owner, end), Forget(of_execution(execution.key)))
         return self._settled.add(end)
 
     async def _record(self, execution: FinishedExecution) -> Written:
@@ -486,7 +490,7 @@ class SessionRegistry:
 
     async def _settle_unopened(self, execution: FinishedExecution) -> None:
         await self._record(execution)
-        self._journal.write(Forget(of_execution(execution.member, execution.mode)))
+        self._journal.write(Forget(of_execution(execution.key)))
 
 
 def _has_failed(task: asyncio.Task[FinalizeAnswer] | None) -> bool:

@@ -29,6 +29,7 @@ RepertoryError
     ├── UnknownModelError (LookupError)       404
     ├── UnknownSessionError (LookupError)     404
     ├── ConflictError                         409
+    │   └── AlreadyDoneError                  409: and never will be: nothing is left to do
     ├── RunEndedError                         410
     ├── RequestTooLargeError                  413: the body is longer than the gateway takes
     ├── HeadersTooLargeError                  431: the headers are
@@ -182,6 +183,13 @@ class ConflictError(GatewayError):
 
     status_code = 409
     code = "conflict"
+
+
+class AlreadyDoneError(ConflictError):
+    """The group or its member is settled, or will be without anybody's work: it ends, or awaits its rewards
+    alone."""
+
+    code = "already_done"
 
 
 class RunEndedError(GatewayError):

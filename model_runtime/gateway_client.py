@@ -23,6 +23,7 @@ from tenacity import (
 )
 
 from model_runtime.errors import (
+    AlreadyDoneError,
     AuthenticationError,
     BackendRejectedError,
     BackendUnavailableError,
@@ -48,6 +49,7 @@ Answer = TypeVar("Answer", bound=BaseModel)
 _BY_CODE: dict[str, type[GatewayError]] = {
     error.code: error
     for error in (
+        AlreadyDoneError,
         AuthenticationError,
         ConflictError,
         InvalidRequestError,

@@ -215,7 +215,10 @@ class GroupAnswer(_Wire):
 
 
 class SessionRequest(_Request):
-    """POST /sessions. Training sessions name an open group; evaluation sessions stand outside groups."""
+    """POST /sessions. Training sessions name an open group; evaluation sessions stand outside groups.
+
+    A member that is settled, or finished and awaits its rewards alone, is refused with 409 `already_done`:
+    nothing is left to do for it. Other conflicts (`conflict`) may pass."""
 
     mode: Literal["train", "eval"] = "train"
     group_id: Text = Field(min_length=1, max_length=200)

@@ -68,7 +68,8 @@ class DriverReport:
     executions: dict[str, int]
     """How attempts ended: finalized, aborted, expired, infra, retried; `awaiting_reward`: finished, and
     settled by the gateway when its judges have answered; `lost`: a restarted gateway forgot the session and
-    the member was tried again; `unsettled`: the run stopped before."""
+    the member was tried again; `done_before`: settled or finished when this driver came to it;
+    `unsettled`: the run stopped before."""
     mean_reward: float | None  # the workflow's, over finalized executions
     agent_success: dict[str, float]  # mean of each agent's `success` component over finalized executions
     task_rewards: dict[str, list[float]]  # of an evaluation: group → rewards of its finished executions

@@ -13,7 +13,13 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from model_runtime.config import WorkflowConfig
-from model_runtime.errors import ConflictError, GatewayError, RunEndedError, UnknownSessionError
+from model_runtime.errors import (
+    AlreadyDoneError,
+    ConflictError,
+    GatewayError,
+    RunEndedError,
+    UnknownSessionError,
+)
 from model_runtime.evaluation_config import EvaluationConfig
 from model_runtime.gateway_client import GatewayClient, is_infrastructure
 from model_runtime.protocol import (
@@ -40,6 +46,7 @@ SESSION_SLACK_S = 10.0  # the gateway's own limit of an execution stands behind 
 GROUP_END_MARGIN_S = 2.0  # so near its group's end a member that is refused counts as expired
 LEAVING_TIMEOUT_S = 5.0  # for letting go of a session while this driver is being stopped
 MAX_LOST_SESSIONS = 5  # per member: sessions that a restarted gateway forgot; not held against max_attempts
+FINISHED = ("finalized", "awaiting_reward", "done_before")
 SUCCESS = "success"  # reward component that is reported by agent
 
 
@@ -122,7 +129,7 @@ class WorkflowExecutor:
         self._tally = tally
 
     async def open_group(self, group: OpenGroup) -> None:
-        """Wait until the group is open. Raises RunEndedError when the run takes no new work, ConflictError
+        """Wait until the group is open. Raises RunEndedError when the run takes no new work, AlreadyDoneError
         for a group that is settled."""
         request = GroupRequest(
             group_id=group.group.group_id,
@@ -150,7 +157,7 @@ class WorkflowExecutor:
             if status not in ("retried", "lost"):
                 if status != "unsettled":
                     group.settled.add(index)
-                    group.finished |= status in ("finalized", "awaiting_reward")
+                    group.finished |= status in FINISHED
                     group.failed |= status in UNFINISHED_STATUSES
                 return
             attempt += 1
@@ -169,8 +176,8 @@ class WorkflowExecutor:
         )
 
     async def _attempt(self, group: OpenGroup, member: MemberKey, *, last: bool) -> str:
-        """How the attempt ended: a settlement's status, `lost` when the gateway forgot the session, or
-        `unsettled` when it gave none."""
+        """How the attempt ended: a settlement's status, `lost` when the gateway forgot the session,
+        `done_before` when it gave none because nothing is left to do, or `unsettled` when it gave none."""
         try:
             session = await self._open_session(group, member)
         except ConflictError as error:
@@ -191,7 +198,8 @@ class WorkflowExecutor:
     # -------------------------------------------------------------- one session
 
     async def _open_session(self, group: OpenGroup, member: MemberKey) -> WorkflowSession:
-        """Raises ConflictError when the gateway keeps refusing this member."""
+        """Raises AlreadyDoneError when nothing is left to do for this member, ConflictError when the gateway
+        keeps refusing it."""
         evaluating = self._mode == "eval"
         request = SessionRequest(
             mode=self._mode,
@@ -226,6 +234,8 @@ class WorkflowExecutor:
                 return await self._gateway.control(
                     "/sessions", request, SessionAnswer, timeout_s=CONTROL_TIMEOUT_S
                 )
+            except AlreadyDoneError:
+                raise
             except ConflictError:
                 now = time.monotonic()
                 if request.mode == "eval" or now >= min(give_up, group.deadline - GROUP_END_MARGIN_S):
@@ -239,6 +249,9 @@ class WorkflowExecutor:
     def _no_session(self, group: OpenGroup, member: MemberKey, error: ConflictError) -> str:
         if self._mode == "train" and time.monotonic() >= group.deadline - GROUP_END_MARGIN_S:
             return "expired"  # the gateway settles what is missing when the group's time is up
+        if isinstance(error, AlreadyDoneError):
+            logger.info("%s is left to the gateway: %s", member.workflow_id, error)
+            return "done_before"
         logger.error("%s could not be opened: %s", member.workflow_id, error)
         return "unsettled"
 

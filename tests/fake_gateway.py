@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from model_runtime.errors import (
+    AlreadyDoneError,
     AuthenticationError,
     ConflictError,
     GatewayError,
@@ -55,6 +56,7 @@ class FakeGateway:
         self.stopped = False
         self.settled_groups: set[str] = set()  # parts of group ids that are over
         self.refused_members: set[int] = set()
+        self.done_members: set[int] = set()
         self.groups: dict[str, dict[str, Any]] = {}
         self.open_groups: set[str] = set()
         self.sessions: dict[str, FakeSession] = {}
@@ -87,7 +89,7 @@ class FakeGateway:
         ):
             return web.json_response({"group_id": group_id, "status": "ended"})
         if any(part in group_id for part in self.settled_groups):
-            raise ConflictError(f"group {group_id!r} is settled")
+            raise AlreadyDoneError(f"group {group_id!r} is settled")
         if self.waits_first > 0:
             self.waits_first -= 1
             return web.json_response({"group_id": group_id, "status": "waiting"})
@@ -101,6 +103,8 @@ class FakeGateway:
             raise RunEndedError("the run is stopping")
         if body["mode"] == "train" and body["group_id"] not in self.open_groups:
             raise ConflictError(f"group {body['group_id']!r} is not open")
+        if body["member_index"] in self.done_members:
+            raise AlreadyDoneError(f"member {body['member_index']} is settled")
         if body["member_index"] in self.refused_members:
             raise ConflictError(f"member {body['member_index']} has an open session")
         session = FakeSession(f"s-{len(self.history)}", body)

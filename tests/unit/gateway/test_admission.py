@@ -10,7 +10,7 @@ import pytest
 from gateway.admission import AdmissionState, GroupAdmission
 from model_runtime.config import RunConfig
 from model_runtime.config_file import parse_config
-from model_runtime.errors import ConflictError
+from model_runtime.errors import AlreadyDoneError, ConflictError
 from model_runtime.protocol import GroupRequest, ModelRenewal, QueueReport
 
 WRITER = "e00001-00001"
@@ -421,10 +421,12 @@ async def test_a_group_that_is_over_is_refused():
     await gate.open(group("a"))
     for index in range(2):
         gate.member_settled("a", index, status="finalized", seq=0)
-    with pytest.raises(ConflictError, match="'a' is settled"):
+    with pytest.raises(AlreadyDoneError, match="'a' is settled"):
         await gate.open(group("a"))
-    with pytest.raises(ConflictError, match="'a' is not open"):
+    with pytest.raises(AlreadyDoneError, match="'a' is settled"):
         gate.require_open("a")
+    with pytest.raises(ConflictError, match="'b' is not open"):
+        gate.require_open("b")
 
 
 async def test_frozen_models_alone_never_wait():

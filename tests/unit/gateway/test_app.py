@@ -18,11 +18,12 @@ import openai
 import pytest
 
 from gateway.app import Gateway
+from gateway.calls import CallIdentity
 from model_runtime.documents import DesiredDocument, EpochClaim
-from model_runtime.errors import SupersededError
+from model_runtime.errors import ConflictError, StoreUnavailableError, SupersededError
 from model_runtime.layout import RunLayout
 from model_runtime.processes import free_port
-from model_runtime.protocol import ADMIN_KEY_ENV, GatewayStatus
+from model_runtime.protocol import ADMIN_KEY_ENV, GatewayStatus, SessionRequest
 from model_runtime.store import Store
 from tests.gateway_harness import ADMIN_KEY, RUN_ID, GatewayHarness, live_gateway, make_config
 
@@ -334,8 +335,16 @@ def test_the_openapi_document_names_every_route(harness: GatewayHarness) -> None
 # ------------------------------------------------------------------ lives of the gateway
 
 
-def make_gateway(store: Store, *, epoch: int = 1) -> Gateway:
-    return Gateway(make_config(), run_id=RUN_ID, store=store, epoch=epoch, incarnation=2, admin_key=ADMIN_KEY)
+def make_gateway(store: Store, *, epoch: int = 1, journal: Path | None = None) -> Gateway:
+    return Gateway(
+        make_config(),
+        run_id=RUN_ID,
+        store=store,
+        epoch=epoch,
+        incarnation=2,
+        admin_key=ADMIN_KEY,
+        journal=journal,
+    )
 
 
 def claim(store: Store, epoch: int) -> None:
@@ -363,6 +372,37 @@ async def test_a_restarted_gateway_remembers_what_the_run_is_to_do(local_store: 
         assert gateway.desired == "drain"
     finally:
         await gateway.close()
+
+
+async def test_a_gateway_closes_whole_though_a_session_ends_while_calls_are_stopped(
+    local_store: Store, tmp_path: Path
+) -> None:
+    gateway = make_gateway(local_store, journal=tmp_path / "1.journal")
+    await gateway.start()
+    calling, ending = (
+        gateway.sessions.open(SessionRequest(mode="eval", group_id="e", group_size=2, member_index=index))
+        for index in range(2)
+    )
+
+    async def call(_: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await gateway.sessions.settle(ending, "aborted")
+
+    running = asyncio.create_task(calling.calls.run(CallIdentity("a call", b""), call))
+    await asyncio.sleep(0.01)
+    await gateway.close()
+    with pytest.raises(ConflictError):
+        await running
+    with pytest.raises(StoreUnavailableError, match="not running"):
+        await gateway.sessions.settle(calling, "aborted")
+    next_one = make_gateway(local_store, journal=tmp_path / "1.journal")
+    await next_one.start()  # would be refused a journal that is still open
+    try:
+        assert [session.session_id for session in next_one.sessions] == [calling.session_id]
+    finally:
+        await next_one.close()
 
 
 HALF_A_PAIR = b'"\\ud800"'

@@ -265,6 +265,17 @@ async def test_evaluations_stand_apart_and_take_no_number_of_the_log(store):
     await writing.close()
 
 
+async def test_sessions_of_evaluations_that_work_on_one_member_at_once_are_all_written(store):
+    writing = ingestor(store, commit_interval_s=0.05)
+    await writing.start()
+    ends = [execution(mode="eval", session_id=session_id) for session_id in ("s-a", "s-b", "s-b")]
+    written = await asyncio.gather(*(writing.ingest(end) for end in ends))
+    assert len({w.rows_in for w in written}) == 1
+    key = LAYOUT.model("solver_model").eval_shard(WRITER, 0)
+    assert len(decode_shard(store.get(key), source=key).trajectories) == 4  # asked again, s-b is joined
+    await writing.close()
+
+
 async def test_close_writes_what_is_pending(store):
     writing = ingestor(store, commit_interval_s=60)
     await writing.start()

@@ -164,3 +164,28 @@ def test_a_write_that_fails_half_way_leaves_nothing_of_it(
     monkeypatch.undo()
     files.append([("b", b"4")])
     assert read_after_close(files, folder) == {"a": [b"1"], "b": [b"4"]}
+
+
+def test_a_file_that_could_not_be_begun_is_not_there_and_the_one_before_may_break_off(
+    files: JournalFiles, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FILE_BYTES", 50)
+    files.append([("a", b"1" * 60)])
+    write = os.pwrite
+
+    def full(descriptor: int, data: bytes, place: int) -> int:
+        if place:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data[:5], place)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space"):
+        files.tidy()
+    monkeypatch.setattr(os, "pwrite", write)
+    assert os.listdir(folder) == ["00000001"]
+    files.append([("a", b"2")])
+    before = (folder / "00000001").stat().st_size
+    files.append([("a", b"3")])
+    files.close()
+    os.truncate(folder / "00000001", before + 5)  # as a kill leaves it
+    assert read(folder) == {"a": [b"1" * 60, b"2"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ import msgspec
 import pytest
 
 from gateway.journal import Append, SessionJournal
-from gateway.journal_events import OutcomeDecided, RewardGiven, TurnCommitted, encode_event
+from gateway.journal_events import ExecutionWritten, OutcomeDecided, RewardGiven, TurnCommitted, encode_event
 from model_runtime.config import StoreConfig
 from model_runtime.layout import RunLayout
 from model_runtime.local_store import LocalStore
@@ -357,6 +358,53 @@ def test_an_execution_whose_shard_retention_has_removed_meanwhile_is_not_written
     after = lives.begin(journals[0])
     assert moved(session, after).finalize() == answer
     assert [s.member.member_index for s in after.settlements("plan")] == [1]
+
+
+def test_each_of_two_evaluations_at_one_task_ends_once_with_its_own_rows_though_the_gateway_dies(
+    lives: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = lives.begin(commit_interval_s=0.3)
+    sessions = [before.open_session(0, "held-out", mode="eval") for _ in range(2)]
+    for num_calls, session in enumerate(sessions, start=1):
+        for number in range(num_calls):
+            session.chat(f"question {number}")
+    journals: list[Path] = []
+    delete = before.gateway._store.delete
+
+    def entry_goes(key: str) -> None:
+        journals.append(lives.snapshot(before))
+        delete(key)
+
+    monkeypatch.setattr(before.gateway._store, "delete", entry_goes)
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda session: session.finalize(1.0), sessions))
+    monkeypatch.undo()
+    after = lives.begin(journals[0])
+    assert [moved(session, after).finalize() for session in sessions] == answers
+    written = Counter(row.session_id for row in after.rows("plan", evaluation=True))
+    assert written == {session.session_id: n for n, session in enumerate(sessions, start=1)}
+
+
+def test_a_note_of_an_evaluation_that_names_no_session_ends_none(
+    lives: Lives, before: GatewayHarness
+) -> None:
+    session = before.open_session(0, "held-out", mode="eval")
+    session.chat("hi")
+    member = next(s.member for s in before.gateway.sessions if s.session_id == session.session_id)
+    key = RunLayout(RUN_ID).model("plan").eval_shard("e00001-00001", 0)
+    lives.store.put(key, b"another session's")
+    note = ExecutionWritten(member, "eval", "finalized", key, "e00001-00001", 0, (key,))
+    before.gateway._journal.write(Append("writing/eval/held-out/0/0", note))
+    before.on_loop(before.gateway._journal.durable())
+    after = lives.crash(before)
+    assert moved(session, after).finalize(1.0)["num_rows"] == {"plan": 1}
+    assert after.gateway.metrics.settlements == {}
+    lives.store.delete(key)
+    assert [row.session_id for row in after.rows("plan", evaluation=True)] == [session.session_id]
+    after.on_loop(after.gateway._journal.durable())
+    journal = SessionJournal(lives.snapshot(after), run_id=RUN_ID, epoch=1)
+    assert not [owner for owner in journal.load() if owner.startswith("writing/")]
+    after.on_loop(journal.close())
 
 
 def test_what_was_decided_is_settled_without_being_asked(lives: Lives, before: GatewayHarness) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -60,10 +61,28 @@ def test_what_is_finished_and_awaits_its_reward_is_not_taken_over(harness: Gatew
     session = harness.open_session()
     session.chat("x")
     session.post("finalize", {"reward_deadline_s": 3600})
-    assert refusal(harness.ask_for_session(takes_over=True)) == (409, "conflict")
+    assert refusal(harness.ask_for_session(takes_over=True)) == (409, "already_done")
     session.post("reward", {"reward": 0.5})
     until(lambda: harness.settlements("plan"))
     assert [s.status for s in harness.settlements("plan")] == ["finalized"]
+
+
+@pytest.mark.parametrize("takes_over", [True, False])
+def test_a_member_that_nothing_is_left_to_do_for_is_refused_by_a_code_of_its_own(
+    harness: GatewayHarness, *, takes_over: bool
+) -> None:
+    def refused(member: int) -> tuple[int, str]:
+        return refusal(harness.ask_for_session(member, takes_over=takes_over))
+
+    awaiting, settled = harness.open_session(0), harness.open_session(1)
+    awaiting.post("finalize", {"reward_deadline_s": 3600})  # of which nothing was asked
+    settled.chat("x")
+    settled.finalize(1.0)
+    assert [refused(0), refused(1)] == [(409, "already_done")] * 2
+    awaiting.post("reward", {"reward": 0.5})
+    until(lambda: len(harness.settlements("plan")) == 2)  # and with it the group
+    assert [refused(0), refused(1)] == [(409, "already_done")] * 2
+    assert refusal(harness.ask_for_session(group_id="unheard-of")) == (409, "conflict")
 
 
 def test_a_retried_member_opens_again_with_the_next_attempt_and_leaves_no_rows_of_the_first(
@@ -78,7 +97,7 @@ def test_a_retried_member_opens_again_with_the_next_attempt_and_leaves_no_rows_o
     assert second.finalize(1.0)["status"] == "finalized"
     assert [row.member.attempt for row in harness.rows("plan")] == [1]
     assert [s.status for s in harness.settlements("plan")] == ["retried", "finalized"]
-    assert refusal(harness.ask_for_session(attempt=2)) == (409, "conflict")
+    assert refusal(harness.ask_for_session(attempt=2)) == (409, "already_done")
 
 
 # ------------------------------------------------------------------ access
@@ -247,7 +266,7 @@ def test_a_group_past_its_time_settles_open_members_and_those_that_never_began(
     again = harness.http.post(
         "/groups", json={"group_id": "short", "group_size": 3, "wait_s": 0}, headers=harness.admin
     )
-    assert refusal(again) == (409, "conflict")
+    assert refusal(again) == (409, "already_done")
     assert "short" not in harness.gateway.sessions._groups
 
 
@@ -282,6 +301,24 @@ def test_evaluation_sessions_stand_outside_groups_and_logs_and_may_be_greedy(har
     assert harness.settlements("plan") == []
     [row] = harness.rows("plan", evaluation=True)
     assert (row.train, dict(row.workflow_rewards)) == (False, {"reward": 1.0})
+
+
+def test_evaluations_that_work_on_one_task_at_once_each_have_their_rows_and_answers(
+    local_store: Store,
+) -> None:
+    with live_gateway(local_store, config=make_config(commit_interval_s=0.3)) as harness:
+        harness.make_ready()
+        sessions = [harness.open_session(0, "held-out", mode="eval") for _ in range(2)]
+        for num_calls, session in enumerate(sessions, start=1):
+            for number in range(num_calls):
+                session.chat(f"question {number}")
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda session: session.finalize(1.0), sessions))
+        assert [answer["num_rows"] for answer in answers] == [{"plan": 1}, {"plan": 2}]
+        written = Counter(row.session_id for row in harness.rows("plan", evaluation=True))
+        assert written == {session.session_id: n for n, session in enumerate(sessions, start=1)}
+        shown = [harness.http.get(f"/sessions/{s.session_id}", headers=s.headers) for s in sessions]
+        assert [len(answer.json()["chains"]) for answer in shown] == [1, 2]
 
 
 def test_rows_of_a_group_opened_without_training_a_model_say_so(local_store: Store) -> None:

@@ -13,6 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from model_runtime import gateway_client
 from model_runtime.errors import (
+    AlreadyDoneError,
     BackendRejectedError,
     BackendUnavailableError,
     ConflictError,
@@ -57,6 +58,7 @@ def shape(code: str, message: str = "said") -> bytes:
         (404, shape("unknown_agent"), UnknownAgentError),
         (404, shape("unknown_session"), UnknownSessionError),
         (409, shape("conflict"), ConflictError),
+        (409, shape("already_done"), AlreadyDoneError),
         (410, shape("run_ended"), RunEndedError),
         (503, shape("model_not_ready"), ModelNotReadyError),
         (502, shape("backend_unavailable"), BackendUnavailableError),

@@ -513,6 +513,18 @@ async def test_a_task_that_is_never_finished_is_skipped_after_its_limit_and_list
     assert "max_task_failures" in caplog.text
 
 
+async def test_a_task_with_an_execution_that_was_done_already_is_not_given_up(
+    drive: Drive, gateway: FakeGateway
+) -> None:
+    async def fails(*_: Any) -> None:
+        raise RuntimeError("no")
+
+    gateway.done_members = {0}
+    report = await drive(fails, num_tasks=1, epochs=3, max_task_failures=1, max_concurrent_executions=1)
+    assert report.executions == {"aborted": 9, "done_before": 3}
+    assert report.skipped_tasks == ()
+
+
 async def test_without_a_limit_no_task_is_skipped(drive: Drive) -> None:
     settings = {"max_concurrent_executions": 1, "epochs": 4, "group_size": 2}
     report = await drive(spoiled_by_one, max_task_failures=None, **settings)
@@ -566,6 +578,16 @@ async def test_a_member_the_gateway_keeps_refusing_does_not_end_the_run(
     gateway.refused_members = {0}
     report = await drive(ask_planner, num_tasks=2, execution_timeout_s=0.3)
     assert report.executions == {"finalized": 6, "unsettled": 2}
+
+
+async def test_a_member_that_is_done_already_is_passed_over_at_once(
+    drive: Drive, gateway: FakeGateway
+) -> None:
+    gateway.done_members = {0, 2}
+    report = await drive(ask_planner, num_tasks=2, max_concurrent_executions=1, execution_timeout_s=3.0)
+    assert report.executions == {"finalized": 4, "done_before": 4}
+    assert gateway.requests["/sessions"] == 8
+    assert gateway.requests["/groups"] == 2
 
 
 async def test_members_refused_at_their_group_s_end_count_as_expired(

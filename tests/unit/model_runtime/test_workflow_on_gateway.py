@@ -20,6 +20,7 @@ from model_runtime.types import Settlement, Trajectory
 from model_runtime.workflow import DriverReport, RolloutDriver, WorkflowSession
 from model_runtime.workflow_execution import WorkflowExecutor
 from tests.gateway_harness import ADMIN_KEY, RUN_ID, GatewayHarness, live_gateway, make_config
+from tests.waiting import until
 
 GROUP_SIZE = 3
 
@@ -168,6 +169,31 @@ def test_a_driver_that_is_gone_is_continued_by_the_next(
     assert len(rows) == 2 * GROUP_SIZE
     assert {s.member.attempt for s in settlements if s.member.member_index == 1 and s.is_final} == {1}
     assert Counter(s.status for s in settlements) == {"finalized": 2 * GROUP_SIZE, "retried": 2}
+
+
+def test_a_driver_started_again_does_not_wait_for_the_judges_of_the_one_before(
+    harness: GatewayHarness, config: RunConfig
+) -> None:
+    judged: list[tuple[str, str]] = []
+
+    async def work(task: dict[str, Any], session: WorkflowSession) -> None:
+        await session.chat("searcher", [{"role": "user", "content": str(task["n"])}], max_tokens=8)
+        session.await_reward(3600)
+        judged.append((session.session_id, session.api_key))
+
+    async def never(*_: Any) -> None:
+        raise AssertionError("nothing is left to do")
+
+    workflow = config.workflow.model_copy(update={"execution_timeout_s": 5.0})
+    config = config.model_copy(update={"workflow": workflow})
+    drive(harness, config, work)
+    again = drive(harness, config, never)
+    assert again.executions == {"done_before": 2 * GROUP_SIZE}
+    for session_id, key in judged:
+        headers = {"Authorization": f"Bearer {key}"}
+        harness.http.post(f"/sessions/{session_id}/reward", json={"reward": 1.0}, headers=headers)
+    until(lambda: len(log_of(harness, "solve")[1]) == 2 * GROUP_SIZE)
+    assert Counter(s.status for s in log_of(harness, "solve")[0]) == {"finalized": 2 * GROUP_SIZE}
 
 
 def test_a_failing_server_costs_an_attempt_and_no_low_reward(
