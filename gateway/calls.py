@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -76,11 +77,23 @@ class CallLedger(Generic[Reply]):
         self._calls: dict[str, _Call[Reply]] = {}  # that run
         self._finished: OrderedDict[str, _Finished[Reply]] = OrderedDict()  # the first to finish first
         self._running: set[asyncio.Task[Reply]] = set()
+        self._num_attended = 0
         self.num_joined = 0
+        self.ended_at = float("-inf")  # when the last of them did, however it ended
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._running) + self._num_attended
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Something else is answered that may take long: it counts as running and is not remembered."""
+        self._num_attended += 1
+        try:
+            yield
+        finally:
+            self._num_attended -= 1
+            self.ended_at = self._clock()
 
     async def run(
         self, identity: CallIdentity, start: Callable[[Claimed], Coroutine[Any, Any, Reply]]
@@ -102,7 +115,7 @@ class CallLedger(Generic[Reply]):
 
     def restore(self, identity: CallIdentity, reply: Reply) -> None:
         """Remember a call that an earlier process finished."""
-        self._remember(identity, reply)
+        self._remember(identity, reply, self._clock())
 
     def forget_old(self) -> None:
         """Let go of calls that finished too long ago to be asked for again."""
@@ -166,12 +179,13 @@ class CallLedger(Generic[Reply]):
 
     def _finish(self, identity: CallIdentity, call: _Call[Reply], task: asyncio.Task[Reply]) -> None:
         self._running.discard(task)
+        self.ended_at = now = self._clock()
         if self._calls.get(identity.key) is not call:
             return  # a later one of that name is what is asked for again
         del self._calls[identity.key]
         if not (task.cancelled() or task.exception() is not None):
-            self._remember(identity, task.result())
+            self._remember(identity, task.result(), now)
 
-    def _remember(self, identity: CallIdentity, reply: Reply) -> None:
+    def _remember(self, identity: CallIdentity, reply: Reply, finished_at: float) -> None:
         self._finished.pop(identity.key, None)
-        self._finished[identity.key] = _Finished(reply, identity.body_digest, self._clock())
+        self._finished[identity.key] = _Finished(reply, identity.body_digest, finished_at)
