@@ -87,6 +87,14 @@ class ModelBinding:
     def published_version(self) -> int | None:
         return self.renewal.published_version if self.renewal else None
 
+    def has_lost(self, version: int) -> bool:
+        """Its servers answer for others, and for this one no more. A runtime that starts anew may bring it
+        back until it has published."""
+        renewal = self.renewal
+        if renewal is None or renewal.published_version in (None, version):
+            return False
+        return version not in renewal.live_versions
+
     def ready_codec(self) -> ChatCodec:
         """The codec of a ready binding."""
         assert self.codec is not None, "only a ready binding is asked for its codec"
