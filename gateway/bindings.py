@@ -41,7 +41,7 @@ class ReplicaHandle:
     replica: Replica
     client: LLMServerClient
     inflight: int = 0
-    num_failures: int = 0  # since it last gave an answer
+    num_failures: int = 0  # since it last gave an answer; those of one rest are one
     rests_until: float = float("-inf")
 
     @property
@@ -283,12 +283,13 @@ class GatewayBindingRegistry:
             await binding.changed.wait()
 
     def note_failure(self, binding: ModelBinding, replica_id: str) -> None:
-        """A replica broke off or answered 5xx: others are preferred for a moment."""
-        handle = binding.replicas.get(replica_id)
-        if handle is not None:
+        """A replica broke off or answered 5xx: others are preferred for a moment. What else fails while it
+        rests is the same failure."""
+        handle, now = binding.replicas.get(replica_id), self._clock()
+        if handle is not None and now >= handle.rests_until:
             cooldown_s = min(FAILURE_COOLDOWN_S * 2**handle.num_failures, MAX_COOLDOWN_S)
             handle.num_failures = min(handle.num_failures + 1, 10)
-            handle.rests_until = self._clock() + cooldown_s
+            handle.rests_until = now + cooldown_s
 
     def note_answer(self, binding: ModelBinding, replica_id: str) -> None:
         """A replica answered: it is well again."""
