@@ -78,6 +78,7 @@ class CallLedger(Generic[Reply]):
         self._finished: OrderedDict[str, _Finished[Reply]] = OrderedDict()  # the first to finish first
         self._running: set[asyncio.Task[Reply]] = set()
         self._num_attended = 0
+        self._is_stopped = False
         self.num_joined = 0
         self.ended_at = float("-inf")  # when the last of them did, however it ended
 
@@ -104,6 +105,11 @@ class CallLedger(Generic[Reply]):
         Raises what the call raised; ConflictError if it was stopped because its session ended."""
         self.forget_old()
         earlier = None if identity.fresh else self._earlier(identity)
+        if earlier is not None:
+            while isinstance(earlier, _Call) and earlier.task.cancelling():
+                await self._let_go(earlier)
+                earlier = self._earlier(identity)
+            self.num_joined += earlier is not None
         if isinstance(earlier, _Finished):
             reply = earlier.reply
         else:
@@ -129,6 +135,7 @@ class CallLedger(Generic[Reply]):
 
     async def stop_all(self) -> None:
         """Cancel what runs and wait until it has let go of its reservations."""
+        self._is_stopped = True
         running = list(self._running)
         for task in running:
             task.cancel()
@@ -143,8 +150,14 @@ class CallLedger(Generic[Reply]):
             raise InvalidRequestError(
                 "this Idempotency-Key was used with another request", param="Idempotency-Key"
             )
-        self.num_joined += 1
         return earlier
+
+    async def _let_go(self, given_up: _Call[Reply]) -> None:
+        """Wait until a call that was given up is over: until then its chain is reserved, and the same call
+        would begin another. Raises ConflictError if it was stopped because the session ended."""
+        await asyncio.wait({given_up.task})
+        if self._is_stopped:
+            raise _session_ended()
 
     def _start(
         self, identity: CallIdentity, start: Callable[[Claimed], Coroutine[Any, Any, Reply]]
@@ -168,7 +181,7 @@ class CallLedger(Generic[Reply]):
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if call.task.cancelled() and not (caller and caller.cancelling()):
-                raise ConflictError("the session ended while this call was running") from None
+                raise _session_ended() from None
             raise
         finally:
             call.waiters -= 1
@@ -189,3 +202,7 @@ class CallLedger(Generic[Reply]):
     def _remember(self, identity: CallIdentity, reply: Reply, finished_at: float) -> None:
         self._finished.pop(identity.key, None)
         self._finished[identity.key] = _Finished(reply, identity.body_digest, finished_at)
+
+
+def _session_ended() -> ConflictError:
+    return ConflictError("the session ended while this call was running")
