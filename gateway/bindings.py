@@ -205,11 +205,7 @@ class GatewayBindingRegistry:
         binding.waiting += 1
         began = self._clock()
         try:
-            while (reason := self.why_not_ready(binding)) is not None:
-                remaining = deadline - self._clock()
-                if remaining <= 0:
-                    raise ModelNotReadyError(f"model {model_id!r} is not ready: {reason}")
-                await _wait_at_most(binding.changed, remaining)
+            await self._until_ready(binding, deadline)
             return binding
         finally:
             binding.waiting -= 1
@@ -239,7 +235,7 @@ class GatewayBindingRegistry:
                     )
                 turn.clear()
                 await _wait_at_most(turn, remaining)
-                await self.wait_until_ready(model_id, deadline)
+                await self._until_ready(binding, deadline)
             return binding
         finally:
             binding.line.remove(turn)
@@ -306,6 +302,14 @@ class GatewayBindingRegistry:
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
 
     # -------------------------------------------------------------- inside
+
+    async def _until_ready(self, binding: ModelBinding, deadline: float) -> None:
+        """For who is counted as waiting already. Raises ModelNotReadyError at the deadline."""
+        while (reason := self.why_not_ready(binding)) is not None:
+            remaining = deadline - self._clock()
+            if remaining <= 0:
+                raise ModelNotReadyError(f"model {binding.model_id!r} is not ready: {reason}")
+            await _wait_at_most(binding.changed, remaining)
 
     def _has_lease(self, binding: ModelBinding) -> bool:
         return self._clock() - binding.renewed_at <= self._lease_s

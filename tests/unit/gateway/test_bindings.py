@@ -322,6 +322,25 @@ async def test_a_call_that_stops_waiting_holds_nobody_up(narrow: GatewayBindingR
     await patient.end()
 
 
+async def test_a_call_in_line_waits_once_though_its_model_is_not_ready_meanwhile(
+    narrow: GatewayBindingRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(narrow, "_clock", clock := Clock())
+    await ready(narrow)
+    running, waiting = Caller(narrow), Caller(narrow, wait_s=50)
+    await settle()
+    narrow.renew(renewal(2, status="starting"))
+    await settle()
+    binding = narrow.get("m")
+    assert binding.waiting == 1
+    clock.now += 8
+    narrow.renew(renewal(3))
+    await running.end()
+    await settle()
+    assert (waiting.replica_id, binding.waiting, binding.waited_s) == ("r0", 0, 8)
+    await waiting.end()
+
+
 async def test_a_generation_that_had_a_place_goes_ahead_of_the_line(narrow: GatewayBindingRegistry) -> None:
     await ready(narrow)
     running, waiting = Caller(narrow), Caller(narrow)
