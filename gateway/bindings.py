@@ -41,7 +41,7 @@ class ReplicaHandle:
     replica: Replica
     client: LLMServerClient
     inflight: int = 0
-    num_failures: int = 0  # since it last gave an answer
+    num_failures: int = 0  # since it last gave an answer; those of one rest are one
     rests_until: float = float("-inf")
 
     @property
@@ -86,6 +86,14 @@ class ModelBinding:
     @property
     def published_version(self) -> int | None:
         return self.renewal.published_version if self.renewal else None
+
+    def has_lost(self, version: int) -> bool:
+        """Its servers answer for others, and for this one no more. A runtime that starts anew may bring it
+        back until it has published."""
+        renewal = self.renewal
+        if renewal is None or renewal.published_version in (None, version):
+            return False
+        return version not in renewal.live_versions
 
     def ready_codec(self) -> ChatCodec:
         """The codec of a ready binding."""
@@ -197,11 +205,7 @@ class GatewayBindingRegistry:
         binding.waiting += 1
         began = self._clock()
         try:
-            while (reason := self.why_not_ready(binding)) is not None:
-                remaining = deadline - self._clock()
-                if remaining <= 0:
-                    raise ModelNotReadyError(f"model {model_id!r} is not ready: {reason}")
-                await _wait_at_most(binding.changed, remaining)
+            await self._until_ready(binding, deadline)
             return binding
         finally:
             binding.waiting -= 1
@@ -231,7 +235,7 @@ class GatewayBindingRegistry:
                     )
                 turn.clear()
                 await _wait_at_most(turn, remaining)
-                await self.wait_until_ready(model_id, deadline)
+                await self._until_ready(binding, deadline)
             return binding
         finally:
             binding.line.remove(turn)
@@ -275,12 +279,13 @@ class GatewayBindingRegistry:
             await binding.changed.wait()
 
     def note_failure(self, binding: ModelBinding, replica_id: str) -> None:
-        """A replica broke off or answered 5xx: others are preferred for a moment."""
-        handle = binding.replicas.get(replica_id)
-        if handle is not None:
+        """A replica broke off or answered 5xx: others are preferred for a moment. What else fails while it
+        rests is the same failure."""
+        handle, now = binding.replicas.get(replica_id), self._clock()
+        if handle is not None and now >= handle.rests_until:
             cooldown_s = min(FAILURE_COOLDOWN_S * 2**handle.num_failures, MAX_COOLDOWN_S)
             handle.num_failures = min(handle.num_failures + 1, 10)
-            handle.rests_until = self._clock() + cooldown_s
+            handle.rests_until = now + cooldown_s
 
     def note_answer(self, binding: ModelBinding, replica_id: str) -> None:
         """A replica answered: it is well again."""
@@ -297,6 +302,14 @@ class GatewayBindingRegistry:
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
 
     # -------------------------------------------------------------- inside
+
+    async def _until_ready(self, binding: ModelBinding, deadline: float) -> None:
+        """For who is counted as waiting already. Raises ModelNotReadyError at the deadline."""
+        while (reason := self.why_not_ready(binding)) is not None:
+            remaining = deadline - self._clock()
+            if remaining <= 0:
+                raise ModelNotReadyError(f"model {binding.model_id!r} is not ready: {reason}")
+            await _wait_at_most(binding.changed, remaining)
 
     def _has_lease(self, binding: ModelBinding) -> bool:
         return self._clock() - binding.renewed_at <= self._lease_s

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -76,11 +77,24 @@ class CallLedger(Generic[Reply]):
         self._calls: dict[str, _Call[Reply]] = {}  # that run
         self._finished: OrderedDict[str, _Finished[Reply]] = OrderedDict()  # the first to finish first
         self._running: set[asyncio.Task[Reply]] = set()
+        self._num_attended = 0
+        self._is_stopped = False
         self.num_joined = 0
+        self.ended_at = float("-inf")  # when the last of them did, however it ended
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._running) + self._num_attended
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Something else is answered that may take long: it counts as running and is not remembered."""
+        self._num_attended += 1
+        try:
+            yield
+        finally:
+            self._num_attended -= 1
+            self.ended_at = self._clock()
 
     async def run(
         self, identity: CallIdentity, start: Callable[[Claimed], Coroutine[Any, Any, Reply]]
@@ -91,6 +105,11 @@ class CallLedger(Generic[Reply]):
         Raises what the call raised; ConflictError if it was stopped because its session ended."""
         self.forget_old()
         earlier = None if identity.fresh else self._earlier(identity)
+        if earlier is not None:
+            while isinstance(earlier, _Call) and earlier.task.cancelling():
+                await self._let_go(earlier)
+                earlier = self._earlier(identity)
+            self.num_joined += earlier is not None
         if isinstance(earlier, _Finished):
             reply = earlier.reply
         else:
@@ -102,7 +121,7 @@ class CallLedger(Generic[Reply]):
 
     def restore(self, identity: CallIdentity, reply: Reply) -> None:
         """Remember a call that an earlier process finished."""
-        self._remember(identity, reply)
+        self._remember(identity, reply, self._clock())
 
     def forget_old(self) -> None:
         """Let go of calls that finished too long ago to be asked for again."""
@@ -116,6 +135,7 @@ class CallLedger(Generic[Reply]):
 
     async def stop_all(self) -> None:
         """Cancel what runs and wait until it has let go of its reservations."""
+        self._is_stopped = True
         running = list(self._running)
         for task in running:
             task.cancel()
@@ -130,8 +150,14 @@ class CallLedger(Generic[Reply]):
             raise InvalidRequestError(
                 "this Idempotency-Key was used with another request", param="Idempotency-Key"
             )
-        self.num_joined += 1
         return earlier
+
+    async def _let_go(self, given_up: _Call[Reply]) -> None:
+        """Wait until a call that was given up is over: until then its chain is reserved, and the same call
+        would begin another. Raises ConflictError if it was stopped because the session ended."""
+        await asyncio.wait({given_up.task})
+        if self._is_stopped:
+            raise _session_ended()
 
     def _start(
         self, identity: CallIdentity, start: Callable[[Claimed], Coroutine[Any, Any, Reply]]
@@ -155,7 +181,7 @@ class CallLedger(Generic[Reply]):
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if call.task.cancelled() and not (caller and caller.cancelling()):
-                raise ConflictError("the session ended while this call was running") from None
+                raise _session_ended() from None
             raise
         finally:
             call.waiters -= 1
@@ -166,12 +192,17 @@ class CallLedger(Generic[Reply]):
 
     def _finish(self, identity: CallIdentity, call: _Call[Reply], task: asyncio.Task[Reply]) -> None:
         self._running.discard(task)
+        self.ended_at = now = self._clock()
         if self._calls.get(identity.key) is not call:
             return  # a later one of that name is what is asked for again
         del self._calls[identity.key]
         if not (task.cancelled() or task.exception() is not None):
-            self._remember(identity, task.result())
+            self._remember(identity, task.result(), now)
 
-    def _remember(self, identity: CallIdentity, reply: Reply) -> None:
+    def _remember(self, identity: CallIdentity, reply: Reply, finished_at: float) -> None:
         self._finished.pop(identity.key, None)
-        self._finished[identity.key] = _Finished(reply, identity.body_digest, self._clock())
+        self._finished[identity.key] = _Finished(reply, identity.body_digest, finished_at)
+
+
+def _session_ended() -> ConflictError:
+    return ConflictError("the session ended while this call was running")

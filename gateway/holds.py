@@ -44,9 +44,9 @@ class VersionHolds:
     def hold(self, evaluation_id: str, request: HoldRequest) -> HoldAnswer:
         """Hold the published versions, or those asked for; again renews what is held.
 
-        Raises ConflictError while another evaluation holds some, and for a version that is not in service,
-        LimitExceededError where a server has no room for one more, ModelNotReadyError before a model is
-        ready."""
+        Raises ConflictError while another evaluation holds some, and for a version that is not in service or
+        has left it, LimitExceededError where a server has no room for one more, ModelNotReadyError before a
+        model is ready."""
         current = self._current()
         if current is not None and current.evaluation_id != evaluation_id:
             left_s = current.until - self._clock()
@@ -59,6 +59,8 @@ class VersionHolds:
             }
         else:
             versions = current.versions
+            for binding in self._bindings:
+                self._require_served(binding, versions[binding.model_id])
         self._hold = _Hold(evaluation_id, versions, self._clock() + request.ttl_s)
         return HoldAnswer(evaluation_id=evaluation_id, versions=versions)
 
@@ -96,6 +98,13 @@ class VersionHolds:
             self._hold = None
         return self._hold
 
+    def _require_served(self, binding: ModelBinding, version: int) -> None:
+        if binding.renewal is not None and binding.has_lost(version):
+            raise ConflictError(
+                f"version {version} of model {binding.model_id!r} is not in service; "
+                f"live are {sorted(binding.renewal.live_versions)}"
+            )
+
     def _version(self, binding: ModelBinding, wanted: int | None) -> int:
         model, renewal = self._models[binding.model_id], binding.renewal
         if renewal is None or renewal.published_version is None:
@@ -103,11 +112,7 @@ class VersionHolds:
                 f"model {model.model_id!r} is not ready: it has no published version yet"
             )
         version = renewal.published_version if wanted is None else wanted
-        if version not in {*renewal.live_versions, renewal.published_version}:
-            raise ConflictError(
-                f"version {version} of model {model.model_id!r} is not in service; "
-                f"live are {sorted(renewal.live_versions)}"
-            )
+        self._require_served(binding, version)
         if model.kind == "trainable" and model.rollout.max_live_versions < MIN_LIVE_VERSIONS:
             raise LimitExceededError(
                 f"model {model.model_id!r} has no room for a version to be held: rollout.max_live_versions "

@@ -134,6 +134,10 @@ class Sampler:
         while True:
             binding = await self._room(sampling, ahead=attempt > 0)
             held = sampling.session.versions.get(model_id)
+            if held is not None and binding.has_lost(held):
+                raise ModelNotReadyError(
+                    f"version {held} of model {model_id!r}, held for this session, is not in service any more"
+                )
             with self._bindings.place(binding, sampling.session.affinity, held=held) as place:
                 await _require_version(sampling, pieces, place)
                 try:
@@ -148,7 +152,8 @@ class Sampler:
                     continue
             if _is_the_callers_fault(failure):
                 raise failure
-            self._bindings.note_failure(binding, place.replica_id)
+            if held is None or not _is_an_unknown_name(failure):
+                self._bindings.note_failure(binding, place.replica_id)
             if not _keep_unfinished(sampling, pieces, place):
                 await _forget_attempt(sampling, failure)
             self._metrics.count_retry(model_id)
@@ -436,6 +441,11 @@ def or_ask_again(error: ModelNotReadyError, begin_by: float | None) -> Exception
 
 def _is_the_callers_fault(failure: Exception) -> bool:
     return isinstance(failure, BackendRejectedError) and failure.status_code not in _NOT_THE_CALLERS_FAULT
+
+
+def _is_an_unknown_name(failure: Exception) -> bool:
+    """The server does not serve what it was asked for: of a held version that says nothing of the others."""
+    return isinstance(failure, BackendRejectedError) and failure.status_code == 404
 
 
 def _tell(sampling: Sampling, heard: Heard, version: int) -> None:

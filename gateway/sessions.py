@@ -323,8 +323,8 @@ class SessionRegistry:
     def _idle_sessions(self, now: float) -> list[Session]:
         if self._idle_s is None:
             return []
-        idle = [s for s in self if not s.calls.num_running and now - s.active_at >= self._idle_s]
-        return [s for s in idle if s.awaits is None]
+        quiet = [s for s in self if not s.calls.num_running and s.awaits is None]
+        return [s for s in quiet if now - max(s.active_at, s.calls.ended_at) >= self._idle_s]
 
     def _member(self, key: MemberKey) -> _Member:
         return self._groups.setdefault(key.group_id, {}).setdefault(key.member_index, _Member())
@@ -393,7 +393,7 @@ class SessionRegistry:
             deadline=self._clock() + (request.timeout_s or self._default_timeout_s),
             journal=self._journal,
             active_at=self._clock(),
-            calls=CallLedger(recorded=self._journal.durable),
+            calls=CallLedger(recorded=self._journal.durable, clock=self._clock),
         )
         self._sessions[session.session_id] = session
         session.note_opened(deadline_at=time.time() + session.deadline - self._clock())

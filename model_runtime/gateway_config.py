@@ -80,8 +80,8 @@ class GatewayConfig(Section):
     commit_max_bytes: int = Field(default=8 * 2**20, ge=1)
     """Bytes that trigger a write at once."""
     session_idle_s: float | None = Field(default=None, gt=0)
-    """A session that nobody asks anything of for this long settles as expired. None: only its own limit
-    ends it."""
+    """A session that nobody asks anything of for this long after its last answer settles as expired. None:
+    only its own limit ends it."""
     lease_s: float = Field(default=10.0, gt=0)
     """A model not renewed for this long is not ready."""
     renew_interval_s: float = Field(default=2.0, gt=0)

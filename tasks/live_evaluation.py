@@ -45,11 +45,15 @@ class LiveHold:
         """Renew until cancelled. Raises ConflictError once the versions are not in service any more."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
-            request = HoldRequest(ttl_s=HOLD_TTL_S, versions=self.versions)
-            try:
-                await self.admin.hold(self.evaluation_id, request)
-            except BackendUnavailableError as error:  # it may be starting anew: sessions wait for it too
-                log.warning("%s", error)
+            await self.renew()
+
+    async def renew(self) -> None:
+        """Once. Raises ConflictError when the versions are not in service any more."""
+        request = HoldRequest(ttl_s=HOLD_TTL_S, versions=self.versions)
+        try:
+            await self.admin.hold(self.evaluation_id, request)
+        except BackendUnavailableError as error:  # it may be starting anew: sessions wait for it too
+            log.warning("%s", error)
 
 
 @asynccontextmanager
@@ -102,9 +106,18 @@ async def evaluate_live(hold: LiveHold, config: RunConfig, *, run_id: str, store
         if not working.done():
             raise RunFailedError(f"the evaluation failed: {keeping.exception()}")
         report = working.result()
+        await _require_kept(hold)
     finally:
         for task in (working, keeping, reporting):
             task.cancel()
         await asyncio.gather(working, keeping, reporting, return_exceptions=True)
     await reporter.show(done=True)
     return report
+
+
+async def _require_kept(hold: LiveHold) -> None:
+    """Executions that find no version any more end without a reward. Raises RunFailedError."""
+    try:
+        await hold.renew()
+    except ConflictError as error:
+        raise RunFailedError(f"the evaluation failed: {error}") from error

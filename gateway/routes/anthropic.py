@@ -53,8 +53,9 @@ async def count_tokens(request: Request) -> Response:
         session = gateway.sessions.find(request.path_params["session_id"], session_key(request))
         call = _parse(request, await body_of(request)).call
         gateway.router.check(session, call)
-        counting = gateway.router.count_tokens(session, call)
-        return json_response({"input_tokens": await until_disconnect(request, counting)})
+        with session.calls.attending():
+            counting = gateway.router.count_tokens(session, call)
+            return json_response({"input_tokens": await until_disconnect(request, counting)})
     except ClientDisconnected:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     except Exception as error:  # the edge: every error has an answer in one table

@@ -215,10 +215,26 @@ async def test_a_replica_that_keeps_failing_rests_longer_until_it_answers(
     for _ in range(8):
         registry.note_failure(binding, "r0")
         rests.append(rest_s())
+        clock.now += rest_s()
     assert rests == [2, 4, 8, 16, 32, 60, 60, 60]
     registry.note_answer(binding, "r0")
     registry.note_failure(binding, "r0")
     assert rest_s() == FAILURE_COOLDOWN_S
+
+
+async def test_calls_that_one_failure_ends_rest_their_replica_once(
+    registry: GatewayBindingRegistry, clock: Clock
+) -> None:
+    await ready(registry, replicas=("r0", "r1"))
+    binding = registry.get("m")
+    for _ in range(10):
+        registry.note_failure(binding, "r0")
+        clock.now += 0.125
+    clock.now += FAILURE_COOLDOWN_S - 10 * 0.125
+    with registry.place(binding, {"m": "r0"}) as place:
+        assert place.replica_id == "r0"
+    registry.note_failure(binding, "r0")
+    assert binding.replicas["r0"].rests_until - clock.now == 2 * FAILURE_COOLDOWN_S
 
 
 # ------------------------------------------------------------------ room
@@ -304,6 +320,25 @@ async def test_a_call_that_stops_waiting_holds_nobody_up(narrow: GatewayBindingR
     await settle()
     assert patient.replica_id == "r0"
     await patient.end()
+
+
+async def test_a_call_in_line_waits_once_though_its_model_is_not_ready_meanwhile(
+    narrow: GatewayBindingRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(narrow, "_clock", clock := Clock())
+    await ready(narrow)
+    running, waiting = Caller(narrow), Caller(narrow, wait_s=50)
+    await settle()
+    narrow.renew(renewal(2, status="starting"))
+    await settle()
+    binding = narrow.get("m")
+    assert binding.waiting == 1
+    clock.now += 8
+    narrow.renew(renewal(3))
+    await running.end()
+    await settle()
+    assert (waiting.replica_id, binding.waiting, binding.waited_s) == ("r0", 0, 8)
+    await waiting.end()
 
 
 async def test_a_generation_that_had_a_place_goes_ahead_of_the_line(narrow: GatewayBindingRegistry) -> None:

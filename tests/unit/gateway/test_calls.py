@@ -8,6 +8,7 @@ import pytest
 
 from gateway import calls
 from gateway.calls import MAX_REMEMBERED, REMEMBERED_FOR_S, CallIdentity, CallLedger, Claimed
+from model_runtime.errors import ConflictError
 
 
 class Clock:
@@ -127,3 +128,46 @@ async def test_a_client_that_never_repeats_a_request_ends_its_generation_at_once
     await hung_up(ledger, CallIdentity("call", b"call"), work)
     await asyncio.sleep(0.01)
     assert ledger.num_running == 0
+
+
+class Reluctant(Recorder):
+    """A call that is over some time after it was cancelled: it closes its stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_let_go = asyncio.Event()
+
+    async def __call__(self, claimed: Claimed) -> str:
+        try:
+            return await super().__call__(claimed)
+        finally:
+            await self.may_let_go.wait()
+            self.recorded.append("over")
+
+
+async def test_a_call_that_is_asked_again_while_it_is_given_up_begins_anew_once_it_is_over() -> None:
+    ledger, first, second = CallLedger[str](), Reluctant(), Recorder()
+    call = CallIdentity("call", b"call")
+    await hung_up(ledger, call, first)
+    await asyncio.sleep(0.01)
+    again = [asyncio.create_task(ledger.run(call, second)) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    assert (ledger.num_running, second.started) == (1, 0), "its chain is reserved until then"
+    first.may_let_go.set()
+    second.release.set()
+    assert await asyncio.gather(*again) == ["answer", "answer"]
+    assert (first.recorded, second.started, ledger.num_joined) == (["over"], 1, 1)
+
+
+async def test_a_call_that_is_asked_again_while_its_session_ends_does_not_begin() -> None:
+    ledger, first, second = CallLedger[str](), Reluctant(), Recorder()
+    call = CallIdentity("call", b"call")
+    await hung_up(ledger, call, first)
+    await asyncio.sleep(0.01)
+    again, end = asyncio.create_task(ledger.run(call, second)), asyncio.create_task(ledger.stop_all())
+    await asyncio.sleep(0.01)
+    first.may_let_go.set()
+    with pytest.raises(ConflictError, match="session ended"):
+        await again
+    await end
+    assert second.started == 0

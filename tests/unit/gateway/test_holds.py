@@ -98,6 +98,50 @@ def test_a_hold_that_nobody_renews_ends(serving: GatewayHarness, monkeypatch: py
     assert serving.ask_for_session(mode="eval", versions=HELD).status_code == 409
 
 
+def serve_nothing_but(harness: GatewayHarness, version: int) -> None:
+    """A new life of `plan`'s runtime serves the newest version alone."""
+    harness.renew("plan", published_version=version, live_versions=[version])
+
+
+def test_whoever_renews_a_hold_hears_that_a_version_has_left_service(serving: GatewayHarness) -> None:
+    hold(serving)
+    serving.renew("plan", status="starting", published_version=None, live_versions=[])
+    assert hold(serving, versions=HELD).json()["versions"] == HELD, "it may come back"
+    serve_nothing_but(serving, 4)
+    for body in ({"versions": HELD}, {}):
+        refused = hold(serving, **body)
+        assert refused.status_code == 409
+        message = "version 3 of model 'plan' is not in service; live are [4]"
+        assert message in refused.json()["error"]["message"]
+
+
+def test_a_call_of_a_version_that_has_left_service_fails_at_once_and_asks_no_server(
+    serving: GatewayHarness,
+) -> None:
+    hold(serving)
+    session = serving.open_session(mode="eval", group_id="task-1", versions=HELD)
+    serve_nothing_but(serving, 4)
+    answer = session.chat("hello")
+    assert answer.status_code == 503
+    assert "version 3 of model 'plan'" in answer.json()["error"]["message"]
+    assert serving.server.requests == []
+    assert session.finalize(1.0)["status"] == "infra", "no answer is no failure of the policy"
+
+
+def test_a_server_that_does_not_know_a_held_version_goes_on_serving_the_others(
+    serving: GatewayHarness,
+) -> None:
+    hold(serving)
+    session = serving.open_session(mode="eval", group_id="task-1", versions=HELD)
+    serving.server.fail_next = [404, 404]
+    assert session.chat("hello").status_code == 200
+    [replica] = serving.gateway.bindings.get("plan").replicas.values()
+    assert replica.rests_until == float("-inf")
+    serving.server.fail_next = [503]
+    assert session.chat("and now").status_code == 200
+    assert replica.rests_until > float("-inf"), "what any call would have met"
+
+
 def test_a_version_that_is_not_in_service_can_t_be_held(serving: GatewayHarness) -> None:
     assert hold(serving, versions={"plan": 2}).json()["versions"] == {"plan": 2, "solve": 5}
     release(serving)

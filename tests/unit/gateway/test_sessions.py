@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import httpx
 import pytest
@@ -249,6 +252,63 @@ def test_an_execution_past_its_time_expires(harness: GatewayHarness) -> None:
     assert harness.settlements("plan")[0].status == "expired"
     assert session.finalize(1.0)["status"] == "expired"
     assert refusal(session.chat("x")) == (409, "conflict")
+
+
+class Quiet:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def quiet(harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch) -> Quiet:
+    """Sessions expire after 60 s without a question, by the test's own clock."""
+    monkeypatch.setattr(harness.gateway.sessions, "_idle_s", 60.0)
+    monkeypatch.setattr(harness.gateway.sessions, "_clock", clock := Quiet())
+    return clock
+
+
+def test_a_session_is_idle_from_the_answer_to_its_last_call_on(harness: GatewayHarness, quiet: Quiet) -> None:
+    session = harness.open_session(timeout_s=3600)
+    harness.server.delay_s = 0.3
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(session.chat, "x")
+        until(lambda: harness.server.requests)
+        quiet.now += 100  # longer than it may be idle
+        assert answer.result().status_code == 200
+    quiet.now += 59
+    harness.on_loop(harness.gateway.sessions.sweep())
+    assert session.chat("y").status_code == 200
+    quiet.now += 60
+    harness.on_loop(harness.gateway.sessions.sweep())
+    assert session.finalize()["status"] == "expired"
+
+
+def test_a_session_whose_tokens_are_being_counted_is_not_idle(
+    harness: GatewayHarness, quiet: Quiet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_end = Event(), Event()
+
+    async def waits_for_its_model(*_: object) -> int:
+        began.set()
+        await asyncio.to_thread(may_end.wait, 10)
+        return 7
+
+    monkeypatch.setattr(harness.gateway.router, "count_tokens", waits_for_its_model)
+    session, path = harness.open_session(timeout_s=3600), "agents/planner/v1/messages/count_tokens"
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(session.post, path, {"messages": [{"role": "user", "content": "x"}]})
+        assert began.wait(10)
+        quiet.now += 100
+        harness.on_loop(harness.gateway.sessions.sweep())
+        may_end.set()
+        assert answer.result().json() == {"input_tokens": 7}
+    harness.on_loop(harness.gateway.sessions.sweep())
+    assert session.finalize()["status"] == "finalized"
 
 
 def test_a_group_past_its_time_settles_open_members_and_those_that_never_began(

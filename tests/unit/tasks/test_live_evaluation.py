@@ -138,3 +138,15 @@ async def test_an_evaluation_whose_versions_left_service_fails_and_says_so(
         assert hold is not None
         with pytest.raises(RunFailedError, match="version 3 of model 'plan' is not in service"):
             await evaluate_live(hold, config, run_id=RUN_ID, store=live.store)
+
+
+async def test_an_evaluation_whose_versions_leave_service_before_its_end_fails_whatever_was_finished(
+    live: GatewayHarness, config: RunConfig
+) -> None:
+    async with live_hold(live.store, LAYOUT, config, []) as hold:
+        assert hold is not None
+        await asyncio.to_thread(live.renew, "plan", published_version=4, live_versions=[4])
+        with pytest.raises(RunFailedError, match="version 3 of model 'plan' is not in service"):
+            await evaluate_live(hold, config, run_id=RUN_ID, store=live.store)
+    assert live.server.requests == []
+    assert live.gateway.holds.versions == {}, "released at the end"
