@@ -357,6 +357,7 @@ async def watch_children(run: Run) -> None:
             run.failures[child.role] = child.outcome
             log.error("%s ended: %s", child.role, child.outcome)
     failed = [role for role in run.failures if role in run.models]
+    run.gateway.failed_models.update(failed)
     if failed and (
         why := await reason_to_end(
             run.config.multi_model, run.idle_watch, run.gateway.admin, driven=run.rollout is not None
