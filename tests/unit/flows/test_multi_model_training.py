@@ -419,6 +419,11 @@ async def test_a_drain_that_takes_too_long_is_a_failure(
     run: Run, monkeypatch: pytest.MonkeyPatch, prefect: FakePrefect
 ) -> None:
     monkeypatch.setattr(module, "DRAIN_LIMIT_S", 0.05)
+    draining = asyncio.create_task(drain(run))
+    await asyncio.sleep(0.2)
+    assert not draining.done()  # open groups have workflow.group_timeout_s
+    run.config = config(workflow={"group_timeout_s": 0.05, "execution_timeout_s": 0.05})
+    draining.cancel()
     await within(drain(run))
     assert "drain" in run.failures
 

@@ -477,6 +477,25 @@ async def test_a_publish_waits_for_a_slot_until_an_old_version_is_idle(bench: Be
     assert bench.versions.live == [1, 2, 3]
 
 
+async def test_a_server_that_comes_back_is_restored_while_a_publish_waits_for_a_slot(
+    local_store: Store, tmp_path: Path
+) -> None:
+    limits = replace(LIMITS, room_s=30)
+    bench = Bench(local_store, tmp_path / "adapters", [FakeReplica("m-0"), FakeReplica("m-1")], limits=limits)
+    for version in (0, 1, 2):
+        await bench.publish(version)
+        await bench.synchronizer.unload_idle({0: 1, 1: 1})
+    publishing = asyncio.create_task(bench.publish(3))
+    await asyncio.sleep(0.05)
+    bench.replicas[1].restart()
+    await asyncio.wait_for(bench.synchronizer.restore(bench.replicas[1]), 10)
+    assert bench.served(1) == ["m@v0", "m@v1", "m@v2"]
+    bench.replicas[1].ready = True
+    await bench.synchronizer.unload_idle({1: 1})
+    await asyncio.wait_for(publishing, 10)
+    assert bench.served(1) == ["m@v1", "m@v2", "m@v3"]
+
+
 async def test_a_publish_without_a_slot_gives_up_and_evicts_nothing_in_flight(bench: Bench) -> None:
     for version in (0, 1, 2):
         await bench.publish(version)
