@@ -151,7 +151,7 @@ class ParameterSynchronizer:
         self._inflight: Mapping[int, int] | None = None
         self._idle_dropped = asyncio.Condition(self._lock)
         self._reported: int | None = None
-        self._restoring: dict[str, asyncio.Task[None]] = {}
+        self._restoring: set[asyncio.Task[None]] = set()
         self.base_served = model.kind == "frozen" and model.adapter_path is None
 
     # ------------------------------------------------------------------ what others ask for
@@ -218,7 +218,7 @@ class ParameterSynchronizer:
 
     async def close(self) -> None:
         """End the background restores."""
-        tasks = list(self._restoring.values())
+        tasks = list(self._restoring)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -392,8 +392,8 @@ class ParameterSynchronizer:
         replica.ready = False
         self._on_change()
         task = asyncio.create_task(self._restore_until_ready(replica, replica.attempt))
-        self._restoring[replica.replica_id] = task
-        task.add_done_callback(lambda _: self._restoring.pop(replica.replica_id, None))
+        self._restoring.add(task)
+        task.add_done_callback(self._restoring.discard)
 
     async def _restore_until_ready(self, replica: Replica, attempt: int) -> None:
         """Load what is live again; if that keeps failing have the server restarted. A server that was
@@ -412,7 +412,8 @@ class ParameterSynchronizer:
                 replica.ready = replica.attempt == attempt
                 self._on_change()
                 return
-        replica.request_restart(f"could not be restored: {trouble}")
+        if replica.attempt == attempt:
+            replica.request_restart(f"could not be restored: {trouble}")
 
     # ------------------------------------------------------------------ small parts
 

@@ -303,6 +303,25 @@ async def test_a_replica_that_can_not_be_restored_has_its_server_restarted(bench
     assert not sick.ready
 
 
+async def test_a_server_that_was_restarted_meanwhile_is_not_restarted_again(bench: Bench) -> None:
+    sick, tries = bench.replicas[1], 0
+    await bench.publish(0)
+
+    async def restore(replica: FakeReplica) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == LIMITS.restores:
+            replica.restart()  # by the watch over the servers
+        raise PublishError("connection refused")
+
+    bench.synchronizer.restore = restore
+    sick.client.serve_stale = True
+    await bench.publish(1)
+    await until(lambda: not bench.synchronizer._restoring)
+    assert tries == LIMITS.restores
+    assert sick.restart_reason is None
+
+
 async def test_a_hung_server_costs_its_limit_and_not_more(local_store: Store, tmp_path: Path) -> None:
     bench = Bench(local_store, tmp_path, [FakeReplica()], limits=replace(LIMITS, load_s=0.05))
     bench.replicas[0].client.load_s = 60
