@@ -75,7 +75,7 @@ POLL_S = 1.0
 KEEP_UP_EVERY_S = 10.0
 SWEEP_EVERY_S = 60.0
 DRAIN_LIMIT_S = 900.0
-"""Longest wait for open work to settle and the rest of the log to be trained and published."""
+"""Longest wait, once open groups have had their time, for the rest of the log to be trained and published."""
 EVALUATION_LIMIT_S = 1800.0
 STOP_LIMIT_S = 60.0
 """Longest wait for the models to end by themselves after `stop`; then they are cancelled."""
@@ -357,6 +357,7 @@ async def watch_children(run: Run) -> None:
             run.failures[child.role] = child.outcome
             log.error("%s ended: %s", child.role, child.outcome)
     failed = [role for role in run.failures if role in run.models]
+    run.gateway.failed_models.update(failed)
     if failed and (
         why := await reason_to_end(
             run.config.multi_model, run.idle_watch, run.gateway.admin, driven=run.rollout is not None
@@ -391,10 +392,11 @@ async def want(run: Run, state: DesiredState, reason: str) -> None:
 async def drain(run: Run) -> None:
     """No new work: open groups settle, trainers train what is left, the last versions are published."""
     await want(run, "drain", "the work is done")
-    until = time.monotonic() + DRAIN_LIMIT_S
+    limit_s = run.config.workflow.group_timeout_s + DRAIN_LIMIT_S
+    until = time.monotonic() + limit_s
     while not await _drained(run):
         if time.monotonic() > until:
-            run.failures["drain"] = f"not every model had drained after {DRAIN_LIMIT_S:.0f} s"
+            run.failures["drain"] = f"not every model had drained after {limit_s:.0f} s"
             return
         await asyncio.sleep(POLL_S)
         await watch_children(run)

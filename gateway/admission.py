@@ -71,6 +71,7 @@ class _Gate:
     queue: QueueReport = field(default_factory=QueueReport)
     has_lease: bool = False
     has_started: bool = False  # was ready once, or failed before it was
+    is_given_up: bool = False  # by the parent: failed for good, whatever its last renewal said
     num_open: int = 0  # open groups that may train it
     # settled group → writer → shard its reader must pass
     unread: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -99,15 +100,13 @@ class _Gate:
     def is_done(self) -> bool:
         """Takes no more training data, for good: past its steps, drained, failed or stopped."""
         r = self.renewal
-        return r is not None and (
-            r.steps_left == 0
-            or r.trainer_state in ("finished", "drained", "no_signal")
-            or r.status in ("failed", "stopped")
-        )
+        is_over = r and (r.steps_left == 0 or r.trainer_state in ("finished", "drained", "no_signal"))
+        return self.has_failed or bool(is_over)
 
     @property
     def has_failed(self) -> bool:
-        return self.renewal is not None and self.renewal.status in ("failed", "stopped")
+        said_so = self.renewal is not None and self.renewal.status in ("failed", "stopped")
+        return self.is_given_up or said_so
 
     @property
     def is_gating(self) -> bool:
@@ -184,6 +183,10 @@ class AdmissionState:
     def lease_lost(self, model_id: str) -> None:
         if (gate := self._gates.get(model_id)) is not None:
             gate.has_lease = False
+
+    def models_failed(self, model_ids: Iterable[str]) -> None:
+        for gate in [self._gates[m] for m in model_ids if m in self._gates]:
+            gate.is_given_up = gate.has_started = True
 
     def end(self) -> None:
         self._ended = True
@@ -387,6 +390,11 @@ class GroupAdmission:
     def lease_lost(self, model_id: str) -> None:
         """The model was not renewed in time; it gates again with its next renewal."""
         self._state.lease_lost(model_id)
+        self._pump()
+
+    def models_failed(self, model_ids: Iterable[str]) -> None:
+        """The parent has given these models up: nobody waits for them any more."""
+        self._state.models_failed(model_ids)
         self._pump()
 
     def end(self) -> None:

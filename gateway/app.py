@@ -59,6 +59,7 @@ from model_runtime.protocol import (
     ModelStatus,
     RenewalAnswer,
     SessionRequest,
+    SignOfLife,
 )
 from model_runtime.store import Store
 from model_runtime.tracing import open_traces
@@ -236,8 +237,9 @@ class Gateway:
             self.admission.end()
         return DesiredRequest(state=self.desired, reason=request.reason)
 
-    def note_alive(self, role: str) -> None:
-        self._heard_at[role] = time.monotonic()
+    def note_alive(self, sign: SignOfLife) -> None:
+        self._heard_at[sign.role] = time.monotonic()
+        self.admission.models_failed(sign.failed_models)
 
     def exposition(self) -> bytes:
         """Its counters in Prometheus' text format."""

@@ -359,6 +359,9 @@ class SignOfLife(_Wire):
     """POST /admin/alive, by the processes of a run that hold no lease."""
 
     role: RunRole
+    failed_models: list[str] = []
+    """By the parent: models that have failed for good. A gateway that never heard of one, which failed while
+    it started or before the gateway was restarted, does not wait for it."""
 
 
 class ModelStatus(_Wire):

@@ -86,7 +86,7 @@ class ModelAsyncRuntime:
         self._model_layout = self._layout.model(model_id)
         self._workspace = Workspace(run_id)
         self._devices = assign_gpus(config.models)[model_id]
-        self._sync_limits = sync_limits or SyncLimits()
+        self._sync_limits = sync_limits or SyncLimits.of(config)
         self._changed = Changed()
         self._opening: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None

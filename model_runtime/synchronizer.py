@@ -22,13 +22,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from model_runtime import adapters
 from model_runtime.canary import check_canary, tolerance
-from model_runtime.config import ModelConfig
+from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.documents import CanaryProbe, VersionDocument
 from model_runtime.errors import (
     AdapterLoadError,
@@ -40,7 +40,7 @@ from model_runtime.errors import (
 from model_runtime.layout import ModelLayout, number_in, served_name
 from model_runtime.llm_client import LLMServerClient
 from model_runtime.store import Store
-from model_runtime.versions import Changed, VersionTracker
+from model_runtime.versions import VersionTracker
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,12 @@ class SyncLimits:
     flip_s: float = 30.0
     restores: int = 3  # of a failed replica, before its server is restarted
     restore_pause_s: float = 2.0  # between them
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Those that outlast a gateway which waits for its store, and a model call of full length."""
+        flip_s = cls().flip_s + config.store.max_outage_s
+        return cls(room_s=config.gateway.request_timeout_s + flip_s, flip_s=flip_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +149,9 @@ class ParameterSynchronizer:
         self._holdings: dict[str, _Holding] = {}
         self._documents: dict[int, VersionDocument] = {}
         self._inflight: Mapping[int, int] | None = None
-        self._inflight_changed = Changed()
+        self._idle_dropped = asyncio.Condition(self._lock)
         self._reported: int | None = None
-        self._restoring: dict[str, asyncio.Task[None]] = {}
+        self._restoring: set[asyncio.Task[None]] = set()
         self.base_served = model.kind == "frozen" and model.adapter_path is None
 
     # ------------------------------------------------------------------ what others ask for
@@ -200,10 +206,10 @@ class ParameterSynchronizer:
         must come from an answer to a renewal of the announced version: an older one may miss requests
         that began since."""
         self._inflight = inflight
-        self._inflight_changed.notify()
         if not self._lock.locked():  # a publish under way does it itself, or the next answer brings it back
             async with self._lock:
                 await self._drop_idle()
+                self._idle_dropped.notify_all()
 
     def serves(self, replica: Replica, version: int) -> bool:
         """Whether this life of the replica has the version loaded and verified."""
@@ -212,7 +218,7 @@ class ParameterSynchronizer:
 
     async def close(self) -> None:
         """End the background restores."""
-        tasks = list(self._restoring.values())
+        tasks = list(self._restoring)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -269,11 +275,11 @@ class ParameterSynchronizer:
 
     async def _make_room(self, version: int) -> None:
         """Wait until a server can hold one version more. What is in flight is never evicted: its requests
-        would go on with another version's weights."""
+        would go on with another version's weights. A server that comes back meanwhile is restored."""
         while version not in self._versions.live and len(self._versions.live) >= self._max_live:
             await self._drop_idle()
             if len(self._versions.live) >= self._max_live:
-                await self._inflight_changed.wait()
+                await self._idle_dropped.wait()
 
     async def _load(self, replica: Replica, version: int) -> None:
         """Raises AdapterLoadError. A version this replica has verified before stays as it is: requests
@@ -386,8 +392,8 @@ class ParameterSynchronizer:
         replica.ready = False
         self._on_change()
         task = asyncio.create_task(self._restore_until_ready(replica, replica.attempt))
-        self._restoring[replica.replica_id] = task
-        task.add_done_callback(lambda _: self._restoring.pop(replica.replica_id, None))
+        self._restoring.add(task)
+        task.add_done_callback(self._restoring.discard)
 
     async def _restore_until_ready(self, replica: Replica, attempt: int) -> None:
         """Load what is live again; if that keeps failing have the server restarted. A server that was
@@ -406,7 +412,8 @@ class ParameterSynchronizer:
                 replica.ready = replica.attempt == attempt
                 self._on_change()
                 return
-        replica.request_restart(f"could not be restored: {trouble}")
+        if replica.attempt == attempt:
+            replica.request_restart(f"could not be restored: {trouble}")
 
     # ------------------------------------------------------------------ small parts
 

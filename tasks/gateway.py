@@ -63,6 +63,7 @@ class GatewayProcess:
         self.port = config.gateway.port or free_port(config.gateway.host)
         self.admin_port = config.gateway.admin_port or free_port(config.gateway.admin_host)
         self.admin = GatewayAdmin(self.url)
+        self.failed_models: set[str] = set()  # for good; every life of the gateway is told
         self._run_config = config
         self._logs = workspace.logs()
         self._config_file = workspace.root / f"gateway-{epoch}.json"
@@ -163,7 +164,7 @@ class GatewayProcess:
 
     async def _end_of_life(self, child: ChildProcess) -> None:
         """Wait until the process dies; one that is silent for too long is ended here. Meanwhile it is told
-        that the parent lives."""
+        that the parent lives, and which models have failed."""
         heard = time.monotonic()
         told = heard - ALIVE_EVERY_S
         while child.returncode is None:
@@ -171,7 +172,7 @@ class GatewayProcess:
                 heard = time.monotonic()
                 if not self._stopping and heard - told >= ALIVE_EVERY_S:
                     told = heard
-                    await self.admin.alive("parent")
+                    await self.admin.alive("parent", failed_models=self.failed_models)
             elif time.monotonic() - heard > SILENT_LIMIT_S:
                 log.warning(
                     "the gateway did not answer %s/health for %.0f s; ending it", self.url, SILENT_LIMIT_S

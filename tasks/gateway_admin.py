@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 
 import httpx
 from pydantic import ValidationError
@@ -59,10 +60,11 @@ class GatewayAdmin:
         except (httpx.HTTPError, ValidationError):
             return None
 
-    async def alive(self, role: RunRole) -> None:
+    async def alive(self, role: RunRole, *, failed_models: Iterable[str] = ()) -> None:
         """POST /admin/alive. One that does not arrive is followed by another."""
+        sign = SignOfLife(role=role, failed_models=list(failed_models))
         try:
-            await self._http.post("/admin/alive", json=SignOfLife(role=role).model_dump())
+            await self._http.post("/admin/alive", json=sign.model_dump())
         except httpx.HTTPError as error:
             log.debug("a sign of life of %s did not reach the gateway: %r", role, error)
 

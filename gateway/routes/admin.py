@@ -39,7 +39,7 @@ async def set_desired(request: Request, body: DesiredRequest) -> DesiredRequest:
 @control.post("/admin/alive", dependencies=[Depends(require_admin)])
 async def note_sign_of_life(request: Request, body: SignOfLife) -> SignOfLife:
     """The parent or a driver lives and works; /admin/status says how long ago it said so."""
-    gateway_of(request).note_alive(body.role)
+    gateway_of(request).note_alive(body)
     return body
 
 

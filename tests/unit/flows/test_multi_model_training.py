@@ -83,6 +83,7 @@ class FakeGateway:
 
     def __init__(self) -> None:
         self.wanted: list[str] = []
+        self.failed_models: set[str] = set()
         self.models: dict[str, ModelStatus] | None = {m: model_status(m) for m in ("a", "b")}
         self.heard = {"rollout": 0.1}
         self.admin = SimpleNamespace(status=self._status)
@@ -192,6 +193,7 @@ async def test_one_models_failure_leaves_the_others_going(run: Run, prefect: Fak
     prefect.end("a", Failed(message="CUDA out of memory"))
     await asyncio.sleep(0.05)
     assert run.failures == {"a": "Failed: CUDA out of memory"}
+    assert run.gateway.failed_models == {"a"}
     assert not following.done()
     prefect.end("b", Failed(message="too"))
     await within(following)
@@ -417,6 +419,11 @@ async def test_a_drain_that_takes_too_long_is_a_failure(
     run: Run, monkeypatch: pytest.MonkeyPatch, prefect: FakePrefect
 ) -> None:
     monkeypatch.setattr(module, "DRAIN_LIMIT_S", 0.05)
+    draining = asyncio.create_task(drain(run))
+    await asyncio.sleep(0.2)
+    assert not draining.done()  # open groups have workflow.group_timeout_s
+    run.config = config(workflow={"group_timeout_s": 0.05, "execution_timeout_s": 0.05})
+    draining.cancel()
     await within(drain(run))
     assert "drain" in run.failures
 

@@ -185,6 +185,17 @@ def test_a_model_that_takes_no_data_closes_nobody_elses_supply(gone):
     assert machine.open_groups["a"].train == {"fast": True, "slow": False}
 
 
+def test_a_model_that_failed_before_it_was_heard_of_closes_nobody_elses_supply():
+    machine = AdmissionState(config(), writer=WRITER, clock=Clock())
+    machine.observe(renewal("fast"))
+    assert ask(machine, "a") == []
+    machine.models_failed(["slow", "a frozen one"])
+    assert ask(machine) == ["a"]
+    assert machine.open_groups["a"].train == {"fast": True, "slow": False}
+    machine.observe(renewal("fast", steps_left=0))
+    assert machine.has_ended
+
+
 def test_a_model_without_a_lease_gates_again_when_it_is_back():
     machine = state(config(max_surplus_ratio=0))
     machine.observe(renewal("slow", queue=queue(untrained=4)))

@@ -490,6 +490,19 @@ def test_groups_that_no_trainer_has_read_stay_in_the_budget(lives: Lives, before
 # ------------------------------------------------------------------ what can't be recovered
 
 
+def test_groups_open_without_a_model_that_had_failed_before_the_gateway_died(
+    lives: Lives, before: GatewayHarness
+) -> None:
+    before.renew("solve", status="failed", reason="CUDA out of memory", trainer_state="failed")
+    journal = lives.snapshot(before)
+    with live_gateway(lives.store, config=make_config(), journal=journal, incarnation=7) as after:
+        after.make_ready("plan")
+        assert after.open_group("g-after", wait_s=0.1)["status"] == "waiting"  # it may be about to register
+        sign = {"role": "parent", "failed_models": ["solve"]}
+        after.http.post("/admin/alive", json=sign, headers=after.admin).raise_for_status()
+        assert after.open_group("g-after")["train"] == {"plan": True, "solve": False}
+
+
 def test_sessions_of_a_journal_that_makes_no_sense_are_lost_and_the_gateway_starts(
     lives: Lives, before: GatewayHarness, caplog: pytest.LogCaptureFixture
 ) -> None:

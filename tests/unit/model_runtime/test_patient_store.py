@@ -91,6 +91,56 @@ def test_an_answer_between_two_failures_ends_the_outage(flaky: Flaky) -> None:
         store.put("a", b"1")
 
 
+def test_reads_that_succeed_do_not_hide_that_writes_fail(flaky: Flaky) -> None:
+    now = iter(range(0, 1000, 40))
+    store = PatientStore(flaky, max_outage_s=100, clock=lambda: next(now)).at_once()
+    for _ in range(2):
+        flaky.failures = [StoreFullError("put memory://a: No space left on device")]
+        with pytest.raises(StoreUnavailableError):
+            store.put("a", b"1")
+        assert store.list("") == []
+    flaky.failures = [StoreFullError("put memory://a: No space left on device")]
+    with pytest.raises(StoreOutageError, match=r"memory://a: No space .* free some space there and resume"):
+        store.put("a", b"1")
+
+
+def test_writes_that_succeed_do_not_hide_that_reads_fail(flaky: Flaky) -> None:
+    now = iter(range(0, 1000, 40))
+    store = PatientStore(flaky, max_outage_s=100, clock=lambda: next(now)).at_once()
+    for _ in range(2):
+        flaky.failures = away(1)
+        with pytest.raises(StoreUnavailableError):
+            store.list("")
+        store.put("a", b"1")
+    flaky.failures = away(1)
+    with pytest.raises(StoreOutageError, match="unavailable for reads"):
+        store.list("")
+
+
+def test_small_writes_that_succeed_do_not_hide_that_a_large_one_fails(flaky: Flaky) -> None:
+    now = iter(range(0, 400, 20))
+
+    def write_a_small_one(_: StoreUnavailableError) -> None:
+        PatientStore.at_once(store).put("small", b"1")
+        flaky.failures = away(1)
+
+    store = PatientStore(flaky, max_outage_s=100, clock=lambda: next(now), waiting=write_a_small_one)
+    flaky.failures = away(1)
+    with pytest.raises(StoreOutageError):
+        store.put("large", b"1")
+
+
+def test_an_outage_of_writes_that_nobody_waits_for_is_over_when_reads_succeed(flaky: Flaky) -> None:
+    now = iter([0.0, 90.0, 200.0, 210.0])
+    store = PatientStore(flaky, max_outage_s=100, clock=lambda: next(now)).at_once()
+    for _ in range(2):
+        flaky.failures = away(1)
+        with pytest.raises(StoreUnavailableError) as caught:
+            store.put("a", b"1")
+        assert not isinstance(caught.value, StoreOutageError)
+        store.list("")
+
+
 @pytest.mark.parametrize("no_answer", [KeyboardInterrupt(), RuntimeError("a fault of ours")])
 def test_what_is_no_answer_of_the_store_does_not_end_an_outage(
     flaky: Flaky, no_answer: BaseException

@@ -221,6 +221,18 @@ async def test_a_killed_server_comes_back_with_the_version_before_the_gateway_he
         assert "m@v0" in await server.client.list_models()
 
 
+async def test_a_publish_outlasts_a_call_that_takes_its_time_and_a_gateway_without_its_store(
+    setup: Setup,
+) -> None:
+    raw = setup.config().model_dump(mode="json")
+    raw["gateway"]["request_timeout_s"], raw["store"]["max_outage_s"] = 3000, 700
+    config = RunConfig.model_validate(raw)
+    places: dict[str, Any] = {"run_id": "run", "epoch": 1, "incarnation": 0, "gateway_url": setup.gateway.url}
+    limits = ModelAsyncRuntime(config=config, model_id="m", **places)._sync_limits
+    assert limits.flip_s > 700
+    assert limits.room_s > 3000 + 700
+
+
 async def test_a_version_is_published_once_a_server_that_died_is_back(setup: Setup) -> None:
     async with setup.started() as runtime, asyncio.timeout(20):
         await runtime.publish(await runtime.next_version() or 0)

@@ -303,6 +303,25 @@ async def test_a_replica_that_can_not_be_restored_has_its_server_restarted(bench
     assert not sick.ready
 
 
+async def test_a_server_that_was_restarted_meanwhile_is_not_restarted_again(bench: Bench) -> None:
+    sick, tries = bench.replicas[1], 0
+    await bench.publish(0)
+
+    async def restore(replica: FakeReplica) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == LIMITS.restores:
+            replica.restart()  # by the watch over the servers
+        raise PublishError("connection refused")
+
+    bench.synchronizer.restore = restore
+    sick.client.serve_stale = True
+    await bench.publish(1)
+    await until(lambda: not bench.synchronizer._restoring)
+    assert tries == LIMITS.restores
+    assert sick.restart_reason is None
+
+
 async def test_a_hung_server_costs_its_limit_and_not_more(local_store: Store, tmp_path: Path) -> None:
     bench = Bench(local_store, tmp_path, [FakeReplica()], limits=replace(LIMITS, load_s=0.05))
     bench.replicas[0].client.load_s = 60
@@ -475,6 +494,25 @@ async def test_a_publish_waits_for_a_slot_until_an_old_version_is_idle(bench: Be
     await bench.synchronizer.unload_idle({1: 1})
     await publishing
     assert bench.versions.live == [1, 2, 3]
+
+
+async def test_a_server_that_comes_back_is_restored_while_a_publish_waits_for_a_slot(
+    local_store: Store, tmp_path: Path
+) -> None:
+    limits = replace(LIMITS, room_s=30)
+    bench = Bench(local_store, tmp_path / "adapters", [FakeReplica("m-0"), FakeReplica("m-1")], limits=limits)
+    for version in (0, 1, 2):
+        await bench.publish(version)
+        await bench.synchronizer.unload_idle({0: 1, 1: 1})
+    publishing = asyncio.create_task(bench.publish(3))
+    await asyncio.sleep(0.05)
+    bench.replicas[1].restart()
+    await asyncio.wait_for(bench.synchronizer.restore(bench.replicas[1]), 10)
+    assert bench.served(1) == ["m@v0", "m@v1", "m@v2"]
+    bench.replicas[1].ready = True
+    await bench.synchronizer.unload_idle({1: 1})
+    await asyncio.wait_for(publishing, 10)
+    assert bench.served(1) == ["m@v1", "m@v2", "m@v3"]
 
 
 async def test_a_publish_without_a_slot_gives_up_and_evicts_nothing_in_flight(bench: Bench) -> None:

@@ -203,7 +203,19 @@ async def test_the_gateway_is_told_that_the_parent_lives(
     supervising = asyncio.create_task(running.supervise())
     await until(lambda: (workspace.root / "alive-1").exists(), limit_s=20)
     supervising.cancel()
-    assert (workspace.root / "alive-1").read_text() == '/admin/alive{"role":"parent"}'
+    sign = '/admin/alive{"role":"parent","failed_models":[]}'
+    assert (workspace.root / "alive-1").read_text() == sign
+
+
+async def test_every_life_of_the_gateway_is_told_which_models_have_failed(
+    running: GatewayProcess, workspace: Workspace
+) -> None:
+    running.failed_models.add("a")
+    supervising = asyncio.create_task(running.supervise())
+    os.kill(life(workspace, 1), signal.SIGKILL)
+    await until(lambda: (workspace.root / "alive-2").exists(), limit_s=20)
+    supervising.cancel()
+    assert '"failed_models":["a"]' in (workspace.root / "alive-2").read_text()
 
 
 async def test_a_silent_gateway_is_ended_and_restarted(
