@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import time
@@ -48,7 +49,7 @@ from model_runtime.layout import RunLayout
 from model_runtime.own_address import place_gateway
 from model_runtime.patient_store import open_patient_store
 from model_runtime.protocol import ModelStatus, RunRole, TrainerState
-from model_runtime.retention import sweep
+from model_runtime.retention import remove_leftovers, sweep
 from model_runtime.store import Store
 from model_runtime.summary import RunSummary
 from model_runtime.workspace import ONE_RUN_ENV, Workspace, exclusive
@@ -74,6 +75,7 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 KEEP_UP_EVERY_S = 10.0
 SWEEP_EVERY_S = 60.0
+CLEAN_EVERY_S = 3600.0
 DRAIN_LIMIT_S = 900.0
 """Longest wait, once open groups have had their time, for the rest of the log to be trained and published."""
 EVALUATION_LIMIT_S = 1800.0
@@ -333,7 +335,7 @@ async def keep_up(run: Run) -> None:
     """Again and again: name what the models saved together, see who leads the run, remove what is no longer
     kept. Beside the watch, so that a store that is away does not hold that up. Raises SupersededError and
     StoreOutageError."""
-    swept_at = time.monotonic()
+    swept_at, cleaned_at = time.monotonic(), -math.inf
     while True:
         await asyncio.sleep(KEEP_UP_EVERY_S)
         await asyncio.to_thread(run.coordinator.snapshot)
@@ -341,6 +343,9 @@ async def keep_up(run: Run) -> None:
         if time.monotonic() - swept_at > SWEEP_EVERY_S:
             await asyncio.to_thread(sweep, run.store, run.layout, run.config, epoch=run.epoch)
             swept_at = time.monotonic()
+        if time.monotonic() - cleaned_at > CLEAN_EVERY_S:
+            await asyncio.to_thread(remove_leftovers, run.store, run.layout)
+            cleaned_at = time.monotonic()
 
 
 async def watch_children(run: Run) -> None:

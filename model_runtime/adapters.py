@@ -193,6 +193,17 @@ def write_version(
     return document
 
 
+def is_of(store: Store, layout: ModelLayout, files: AdapterFiles, *, version: int) -> bool:
+    """Whether all that is there of a version, committed or only begun, is of this adapter."""
+    present = _marker(store, layout, version)
+    if present is not None:
+        return (present.sha256, present.config_sha256) == (files.sha256, files.config_sha256)
+    wanted = {WEIGHTS_FILE: files.weights, CONFIG_FILE: files.config}
+    folder = layout.version(version)
+    found = [name for name in store.children(folder) if name in wanted]
+    return all(store.get(f"{folder}/{name}") == wanted[name] for name in found)
+
+
 def version_document(store: Store, layout: ModelLayout, version: int) -> VersionDocument:
     """The version's marker. Raises ObjectNotFoundError when it is not committed."""
     key = layout.version_marker(version)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,41 +116,94 @@ def write_desired(
 # ---------------------------------------------------------------------------------------------- run.json
 
 
+#
+# Numbered revisions, each created once from the one before it, so that no change undoes one it has not seen;
+# the highest counts. run.json itself is a copy of it, for people and programs that want one file to read.
+
+
 def read_run(store: Store, layout: RunLayout) -> RunDocument | None:
-    """run.json, or None when the run does not exist."""
-    try:
-        data = store.get(layout.run())
-    except ObjectNotFoundError:
-        return None
-    return RunDocument.parse(data, source=store.uri(layout.run()))
+    """What run.json says, or None when the run does not exist."""
+    return _newest_run(store, layout)[1]
 
 
 def begin_run(store: Store, layout: RunLayout, config: RunConfig, *, epoch: int) -> RunDocument:
-    """Write run.json for this epoch. Raises ConfigError when the run can't go on under this config."""
-    before = refuse_unsafe_resume(store, layout, config)
-    now = time.time()
-    document = RunDocument(
-        run_id=layout.run_id,
-        config=config.model_dump(mode="json"),
-        epoch=epoch,
-        latest_snapshot=before.latest_snapshot if before else None,
-        created_at=before.created_at if before else now,
-        updated_at=now,
-    )
-    store.put(layout.run(), document.to_bytes())
-    return document
+    """Write run.json for this epoch. Raises ConfigError when the run can't go on under this config,
+    SupersededError when a newer epoch has begun it."""
+
+    def begun(before: RunDocument | None) -> RunDocument:
+        if before is not None:
+            _compare(layout.run_id, before.config, config)
+        now = time.time()
+        return RunDocument(
+            run_id=layout.run_id,
+            config=config.model_dump(mode="json"),
+            epoch=epoch,
+            latest_snapshot=before.latest_snapshot if before else None,
+            created_at=before.created_at if before else now,
+            updated_at=now,
+        )
+
+    return _replace_run(store, layout, begun, epoch=epoch)
 
 
 def update_run(store: Store, layout: RunLayout, *, epoch: int, **changes: Any) -> RunDocument:
     """Replace fields of run.json. Raises SupersededError when it belongs to a newer epoch."""
-    document = read_run(store, layout)
-    if document is None:
-        raise ObjectNotFoundError(f"{store.uri(layout.run())}: the run has no run.json")
-    if document.epoch > epoch:
-        raise SupersededError(f"run {layout.run_id!r}: epoch {document.epoch} leads, not {epoch}")
-    document = document.model_copy(update={**changes, "updated_at": time.time()})
-    store.put(layout.run(), document.to_bytes())
-    return document
+
+    def changed(before: RunDocument | None) -> RunDocument:
+        if before is None:
+            raise ObjectNotFoundError(f"{store.uri(layout.run())}: the run has no run.json")
+        return before.model_copy(update={**changes, "updated_at": time.time()})
+
+    return _replace_run(store, layout, changed, epoch=epoch)
+
+
+def _replace_run(
+    store: Store, layout: RunLayout, change: Callable[[RunDocument | None], RunDocument], *, epoch: int
+) -> RunDocument:
+    """Make what `change` makes of the newest revision the newest one. Of two writers at once the later one
+    changes what the earlier one left, unless that is of a newer epoch: raises SupersededError."""
+    for _ in range(_MAX_CLAIM_ATTEMPTS):
+        number, before = _newest_run(store, layout)
+        if before is not None and before.epoch > epoch:
+            raise SupersededError(f"run {layout.run_id!r}: epoch {before.epoch} leads, not {epoch}")
+        document = change(before)
+        try:
+            store.put_if_absent(layout.run_revision(number + 1), document.to_bytes())
+        except ObjectExistsError:
+            continue  # somebody wrote this number first
+        if _show_newest(store, layout) == number + 1:
+            return document
+        # Either somebody went on from it, or its number was one that is removed and below the newest.
+    raise StoreUnavailableError(
+        f"{store.uri(layout.run())}: others keep writing it, {_MAX_CLAIM_ATTEMPTS} tries to change it failed"
+    )
+
+
+def _newest_run(store: Store, layout: RunLayout) -> tuple[int, RunDocument | None]:
+    """(number of the newest revision, what it says). Where there is none run.json itself is revision 0."""
+    for _ in range(_MAX_CLAIM_ATTEMPTS):
+        number = max(_numbers(store, layout, "run-"), default=0)
+        key = layout.run_revision(number) if number else layout.run()
+        try:
+            return number, RunDocument.parse(store.get(key), source=store.uri(key))
+        except ObjectNotFoundError:
+            if not number:
+                return 0, None  # else newer ones came, and this one is removed
+    raise StoreUnavailableError(f"{store.uri(layout.run())}: is replaced faster than it can be read")
+
+
+def _show_newest(store: Store, layout: RunLayout) -> int:
+    """Copy the newest revision to run.json, whoever else does at the same time; its number. The one before it
+    is kept for who is about to read it, older ones are removed."""
+    shown: tuple[int, RunDocument | None] | None = None
+    while (newest := _newest_run(store, layout)) != shown:
+        shown = newest
+        if newest[1] is not None:
+            store.put(layout.run(), newest[1].to_bytes())
+    for number in _numbers(store, layout, "run-"):
+        if number < newest[0] - 1:
+            store.delete(layout.run_revision(number))
+    return newest[0]
 
 
 def refuse_unsafe_resume(store: Store, layout: RunLayout, config: RunConfig) -> RunDocument | None:
@@ -226,18 +280,23 @@ class CheckpointCoordinator:
         return document
 
     def _write(self, found: dict[str, CheckpointDocument]) -> SnapshotDocument:
-        numbers = [number_in(name) for name in self.store.children(self.layout.snapshots())]
-        number = max(numbers, default=0) + 1
         document = SnapshotDocument(
-            number=number,
+            number=0,
             epoch=self.epoch,
             versions={model_id: c.version for model_id, c in found.items()},
             checkpoints={model_id: c.step for model_id, c in found.items()},
             created_at=time.time(),
         )
-        self.store.put_if_absent(self.layout.snapshot(number), document.to_bytes())
-        update_run(self.store, self.layout, epoch=self.epoch, latest_snapshot=number)
-        return document
+        for _ in range(_MAX_CLAIM_ATTEMPTS):
+            numbers = [number_in(name) for name in self.store.children(self.layout.snapshots())]
+            document = document.model_copy(update={"number": max(numbers, default=0) + 1})
+            try:
+                self.store.put_if_absent(self.layout.snapshot(document.number), document.to_bytes())
+            except ObjectExistsError:
+                continue  # a parent of another epoch took this number
+            update_run(self.store, self.layout, epoch=self.epoch, latest_snapshot=document.number)
+            return document
+        raise StoreUnavailableError(f"{self.store.uri(self.layout.snapshots())}: others keep writing there")
 
     def _latest_checkpoint(self, model_id: str) -> CheckpointDocument | None:
         """The newest whose manifest can be read, as the one a trainer goes on from."""

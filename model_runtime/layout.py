@@ -1,9 +1,10 @@
 """Where everything of a run stands in the store. The one place that spells these names.
 
 <store>/<run_id>/
-  run.json                                       global metadata, replaced atomically
+  run.json                                       global metadata: a copy of its newest revision
   summary.json                                   the run's result
   control/epoch-<n>.json  control/desired-<n>.json
+  control/run-<n>.json                           revisions of run.json, the last two
   journal/<writer>/<seq>.bin                     finalized work on its way into the logs
   models/<model_id>/log/<writer>/<seq>.parquet   trajectories and settlements
   models/<model_id>/removed/<n>.bin              what is left of shards that retention removed
@@ -143,6 +144,9 @@ class RunLayout:
 
     def desired(self, seq: int) -> str:
         return f"{self.run_id}/control/desired-{seq}.json"
+
+    def run_revision(self, number: int) -> str:
+        return f"{self.run_id}/control/run-{number}.json"
 
     def journal_writers(self) -> str:
         return f"{self.run_id}/journal"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
 from model_runtime.config import StoreConfig
@@ -20,6 +23,9 @@ from model_runtime.errors import (
 )
 from model_runtime.store import HIDDEN, SINGLE_WRITER_HINT, Store, check_key, visible
 
+LEFT_AFTER_S = 86_400.0
+"""No writer is at one object for so long, not even where other machines don't see its lock."""
+
 
 class LocalStore(Store):
     """A folder. Writes go to a hidden file beside the target first and reach the disk before they show."""
@@ -31,24 +37,18 @@ class LocalStore(Store):
     def put(self, key: str, data: bytes) -> None:
         path = self._path(key)
         with _translated("put", self.uri(key)):
-            temp = _write_beside(path, data)
-            try:
+            with _written_beside(path, data) as temp:
                 os.replace(temp, path)
-            except BaseException:
-                temp.unlink(missing_ok=True)
-                raise
             _sync_folder(path.parent)
 
     def _create(self, key: str, data: bytes) -> bool:
         path = self._path(key)
         with _translated("create", self.uri(key)):
-            temp = _write_beside(path, data)
-            try:
-                return self._link(temp, path)
-            finally:
-                temp.unlink(missing_ok=True)
-                # Also when another writer won: its link must be on disk before we build on it.
-                _sync_folder(path.parent)
+            with _written_beside(path, data) as temp:
+                created = self._link(temp, path)
+            # Also when another writer won: its link must be on disk before we build on it.
+            _sync_folder(path.parent)
+            return created
 
     def _link(self, temp: Path, path: Path) -> bool:
         """Give the finished file its name: unlike a rename, a link never replaces one that is there."""
@@ -108,6 +108,18 @@ class LocalStore(Store):
                 return
             _sync_folder(path.parent)
 
+    def remove_leftovers(self, prefix: str) -> int:
+        folder = self._folder(prefix)
+        with _translated("clean", self.uri(prefix)):
+            walk = os.walk(folder, onerror=_raise_unless_gone)
+            hidden = [Path(parent, name) for parent, _, names in walk for name in names if not visible(name)]
+            if not hidden:
+                return 0
+            # By the clock of who keeps the folder, which may be another machine.
+            with _written_beside(folder / "now", b"") as now:
+                oldest = now.stat().st_mtime - LEFT_AFTER_S
+        return sum(_remove_if_left(path, older_than=oldest) for path in hidden)
+
     def _path(self, key: str) -> Path:
         check_key(key)
         return self._root / key
@@ -151,20 +163,39 @@ class _translated:
         raise StoreError(f"{self._what}: {reason}") from error
 
 
-def _write_beside(path: Path, data: bytes) -> Path:
-    """Write the data, to the disk, under a hidden name in the same folder (a rename or link across file
-    systems would be a copy)."""
+@contextmanager
+def _written_beside(path: Path, data: bytes) -> Iterator[Path]:
+    """The data, on the disk, under a hidden name in the same folder (a rename or link across file systems
+    would be a copy). It is locked until it has its name: so a writer that lives is told from a killed one."""
     _make_folder(path.parent)
     temp = path.parent / f"{HIDDEN}{uuid.uuid4().hex}"
     try:
         with open(temp, "xb") as file:
+            with suppress(OSError):  # some file systems know no locks
+                _lock(file)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
+            yield temp
+    finally:
         temp.unlink(missing_ok=True)
-        raise
-    return temp
+
+
+def _remove_if_left(path: Path, *, older_than: float) -> int:
+    """Remove a hidden file unless it was written to since then, or its writer lives; its bytes. One that
+    can't be opened or locked stays."""
+    with suppress(OSError), open(path, "r+b") as file:
+        found = os.fstat(file.fileno())
+        if found.st_mtime < older_than:
+            _lock(file)
+            path.unlink()
+            return found.st_size
+    return 0
+
+
+def _lock(file: BinaryIO) -> None:
+    """Raises OSError when another process, on any machine, has locked it, or it can't be locked."""
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _make_folder(folder: Path) -> None:

@@ -102,6 +102,10 @@ class PatientStore(Store):
     def delete(self, key: str) -> None:
         self._outlast("removals", lambda: self._store.delete(key))
 
+    def remove_leftovers(self, prefix: str) -> int:
+        """Without patience: it is done again later."""
+        return self._store.remove_leftovers(prefix)
+
     def check(self) -> None:
         """Without patience: at the start of a run a store that does not answer is more likely misspelt."""
         self._store.check()

@@ -6,7 +6,7 @@ draws the same. A checkpoint keeps its index; the rows are read again from the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from model_runtime.documents import BatchDocument, CheckpointDocument, Remembere
 from model_runtime.errors import CorruptObjectError
 from model_runtime.groups import Group, LogRow, judge
 from model_runtime.log_reader import LogReader, Position
-from model_runtime.types import Int8Array, Trajectory
+from model_runtime.types import UNFINISHED_STATUSES, Int8Array, MemberKey, Shard, Trajectory
 
 
 @dataclass(slots=True, eq=False)
@@ -124,9 +124,8 @@ class ReplayBuffer:
                 wanted.setdefault((row.writer, row.seq), set()).add(row.trajectory_id)
         rows: dict[str, LogRow] = {}
         for position, names in sorted(wanted.items()):
-            for trajectory in reader.reread(position).trajectories:
-                if trajectory.trajectory_id in names:
-                    rows[trajectory.trajectory_id] = LogRow.of(trajectory, position, self._objective)
+            shard = reader.reread(position)
+            rows |= {row.trajectory_id: row for row in self._rows_again(shard, position, names)}
         for entry in remembered:
             group = Group(entry.group_id, entry.group_size)
             try:
@@ -137,6 +136,18 @@ class ReplayBuffer:
                 ) from None
             group.verdict = judge(group, self._objective)
             self._groups[group.group_id] = _Remembered(group, entry.num_reuses)
+
+    def _rows_again(self, shard: Shard, position: Position, names: Collection[str]) -> Iterator[LogRow]:
+        """Those rows of this shard as their group took them in, by the settlement they came with."""
+        status: dict[MemberKey, str] = {}
+        for settlement in shard.settlements:
+            status.setdefault(settlement.member, settlement.status)  # the rows go with a member's first
+        for trajectory in shard.trajectories:
+            if trajectory.trajectory_id not in names:
+                continue
+            row = LogRow.of(trajectory, position, self._objective)
+            is_unfinished = status.get(row.member) in UNFINISHED_STATUSES
+            yield row.as_unfinished(self._objective.unfinished_reward) if is_unfinished else row
 
 
 def first_replayed(checkpoint: CheckpointDocument) -> dict[str, int]:

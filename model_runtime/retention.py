@@ -20,9 +20,9 @@ from model_runtime.checkpoints import checkpoint_steps, read_manifest
 from model_runtime.config import ModelConfig, RunConfig
 from model_runtime.coordinator import require_leading
 from model_runtime.documents import SnapshotDocument, VersionDocument
-from model_runtime.errors import CorruptObjectError, ObjectNotFoundError
+from model_runtime.errors import CorruptObjectError, ObjectNotFoundError, StoreError, StoreOutageError
 from model_runtime.evaluation import EvaluationDocument, not_evaluated, nth_steps, read_evaluations
-from model_runtime.layout import ModelLayout, RunLayout, number_in
+from model_runtime.layout import EVALUATION_INFIX, ModelLayout, RunLayout, number_in
 from model_runtime.log_retention import remove_evaluation_rows, remove_log
 from model_runtime.metrics import read_metrics
 from model_runtime.store import Store
@@ -50,6 +50,20 @@ def sweep(
     removed = [*_sweep_models(store, layout, config, now=now)]
     removed += _sweep_logs(store, layout, config, epoch=epoch, now=now)
     return removed
+
+
+def remove_leftovers(store: Store, layout: RunLayout) -> None:
+    """Remove what killed writers left unfinished of the run and its evaluations."""
+    try:
+        own = [name for name in store.children("") if name.startswith(f"{layout.run_id}{EVALUATION_INFIX}")]
+        num_bytes = sum(store.remove_leftovers(folder) for folder in (layout.run_id, *own))
+    except StoreOutageError:
+        raise
+    except StoreError as error:  # another time
+        logger.warning("what killed writers may have left is kept: %s", error)
+        return
+    if num_bytes:
+        logger.info("removed %d bytes that killed writers had left", num_bytes)
 
 
 def _sweep_models(store: Store, layout: RunLayout, config: RunConfig, *, now: float) -> Iterator[Removed]:

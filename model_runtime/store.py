@@ -108,6 +108,11 @@ class Store(ABC):
     def delete(self, key: str) -> None:
         """Remove the object; one that is missing is no error."""
 
+    def remove_leftovers(self, prefix: str) -> int:
+        """Remove what writers that were killed left below the folder `prefix` of objects that never appeared,
+        and nothing that anybody may still be writing; its bytes. 0 where a killed writer leaves nothing."""
+        return 0
+
     def check(self) -> None:
         """Prove with a hidden probe object that this store can be written, read back, listed and deleted,
         and that it refuses to create an object twice.

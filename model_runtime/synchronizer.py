@@ -380,9 +380,10 @@ class ParameterSynchronizer:
         await asyncio.gather(*(one(replica) for replica in replicas))
 
     def _remove_old_files(self, live: Sequence[int]) -> None:
-        """Local copies of versions older than every one that is live."""
-        for path in self._folder.glob("v*"):
-            if number_in(path.name) not in live and number_in(path.name) < max(live):
+        """Local copies of versions older than the newest live one, and what a killed process left of one."""
+        for path in [*self._folder.glob("v*"), *self._folder.glob(".v*-*")]:
+            version = number_in(path.name.partition("-")[0])
+            if version not in live and version < max(live):
                 shutil.rmtree(path, ignore_errors=True)
 
     # ------------------------------------------------------------------ replicas that fail

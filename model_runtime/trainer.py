@@ -27,9 +27,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from model_runtime.adapters import (
+    AdapterFiles,
     Tensors,
     check_adapter,
     fetch_version,
+    is_of,
     latest_version,
     next_free_version,
     write_version,
@@ -99,6 +101,7 @@ class FullyAsyncTrainer:
         self._version = -1  # newest version of this line of training; it may still be on its way to the store
         self._version_step = 0  # the step it was committed after
         self._newest_version = -1  # newest in the store; above `_version` while batches are replayed
+        self._first_free_version = 0  # above all that the store knew when this life began, begun ones too
         self._committed_step: int | None = None  # `_version_step` of the newest of this line in the store
         self._version_tensors: Tensors | None = None
         self._has_queue = False  # not before the warm-up is over
@@ -209,6 +212,7 @@ class FullyAsyncTrainer:
             )
         newest = latest_version(self._store, self._layout)
         self._newest_version = -1 if newest is None else newest
+        self._first_free_version = next_free_version(self._store, self._layout)
         self._report()
         if self._version < 0:
             self._commit()
@@ -322,7 +326,8 @@ class FullyAsyncTrainer:
                 version=version, step=step, epoch=self._spec.epoch, canary=canary,
             )  # fmt: skip
 
-        self._version, self._version_step = self._number_of_next_version(write), step
+        number = self._number_of_next_version(lambda: policy.packed(tensors))
+        self._version, self._version_step = number, step
         self._version_tensors = tensors
         self._timings["timing_s/commit_version"] = time.monotonic() - began
         self._trace.version(self._version, seconds=time.monotonic() - began)
@@ -334,20 +339,19 @@ class FullyAsyncTrainer:
         self._report()
         logger.info("%s: committed v%d after step %d", self._spec.model_id, document.version, document.step)
 
-    def _number_of_next_version(self, write: Callable[[int], VersionDocument]) -> int:
-        """The next number, unless a replay on hardware that doesn't repeat itself finds it taken: what is
-        there stays what it is."""
+    def _number_of_next_version(self, packed: Callable[[], AdapterFiles]) -> int:
+        """The next number, unless it was given before: what is there of a version, also one that was only
+        begun, stays what it is (a replay on hardware that doesn't repeat itself finds others)."""
         number = self._version + 1
-        if number > self._newest_version:
+        if number >= self._first_free_version:
             return number
-        if not self._store.exists(self._layout.version_marker(number)):
-            logger.warning("v%d was removed; taking the next free number", number)
-            return next_free_version(self._store, self._layout)
-        try:
-            return write(number).version
-        except ObjectExistsError as error:
-            logger.warning("%s; taking the next free number", error)
-            return next_free_version(self._store, self._layout)
+        if number < self._newest_version and not self._store.exists(self._layout.version_marker(number)):
+            logger.warning("v%d was removed, or only begun; taking the next free number", number)
+        elif is_of(self._store, self._layout, packed(), version=number):
+            return number
+        else:
+            logger.warning("v%d is another adapter; taking the next free number", number)
+        return next_free_version(self._store, self._layout)
 
     def _store_is_away(self, error: StoreUnavailableError) -> None:
         """Called on any thread that waits for the store."""

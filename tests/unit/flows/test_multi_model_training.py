@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -29,8 +31,9 @@ from model_runtime.config import RunConfig
 from model_runtime.coordinator import CheckpointCoordinator, begin_run, claim_epoch, read_desired
 from model_runtime.errors import ProcessError, RunFailedError, StoreOutageError, SupersededError
 from model_runtime.layout import RunLayout
+from model_runtime.patient_store import PatientStore
 from model_runtime.protocol import GatewayStatus, ModelRenewal, ModelStatus
-from model_runtime.store import Store
+from model_runtime.store import HIDDEN, Store
 from model_runtime.trajectory_log import encode_shard
 from model_runtime.types import Shard
 from tasks import hang_watch, model_failure
@@ -340,6 +343,30 @@ async def test_what_is_no_longer_kept_is_removed_while_the_run_goes_on(
     prefect.end("rollout", Completed())
     await within(following)
     run.gateway_task.cancel()
+
+
+async def test_what_killed_writers_left_of_a_run_and_its_evaluations_is_removed_while_the_run_goes_on(
+    local_store: Store, prefect: FakePrefect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "KEEP_UP_EVERY_S", 0.01)
+    evaluation = LAYOUT.evaluation_run("0123456789ab")
+    left = [tmp_path / "store" / name / f"{HIDDEN}0" for name in (LAYOUT.run_id, evaluation)]
+    local_store.put(RunLayout(evaluation).run(), b"{}")
+    other = tmp_path / "store" / "other" / f"{HIDDEN}0"
+    for path in (*left, other):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half")
+        os.utime(path, (0, 0))
+    run = await make_run(local_store, config())
+    monkeypatch.setattr(run, "store", PatientStore(local_store, max_outage_s=60))
+    following = asyncio.create_task(follow(run))
+    async with asyncio.timeout(20):
+        while any(path.exists() for path in left):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    prefect.end("rollout", Completed())
+    await within(following)
+    run.gateway_task.cancel()
+    assert other.exists(), "another run's is that run's to remove"
 
 
 async def test_a_store_that_is_away_does_not_hold_up_the_watch_over_the_children(

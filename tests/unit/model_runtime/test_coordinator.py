@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,9 +21,11 @@ from model_runtime.coordinator import (
     update_run,
     write_desired,
 )
+from model_runtime.documents import SnapshotDocument
 from model_runtime.errors import ConfigError, SupersededError
 from model_runtime.layout import RunLayout
 from model_runtime.store import Store
+from tests.memory_store import MemoryStore
 from tests.training_log import save_manifest
 
 LAYOUT = RunLayout("run-1")
@@ -99,6 +103,146 @@ def test_run_json_keeps_its_birthday_and_snapshot_over_lives(local_store: Store)
     assert (read_run(local_store, LAYOUT) or second).state == "running"
 
 
+class Interrupted(MemoryStore):
+    """Calls `meanwhile` once, after `before` operations; never where there are fewer."""
+
+    def __init__(self, objects: dict[str, bytes], *, before: int, meanwhile: Callable[[], None]) -> None:
+        super().__init__()
+        self.objects, self._left, self._meanwhile = objects, before, meanwhile
+
+    @property
+    def was_interrupted(self) -> bool:
+        return self._left < 0
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left == -1:
+            self._meanwhile()
+
+    def put(self, key: str, data: bytes) -> None:
+        self._count()
+        super().put(key, data)
+
+    def _create(self, key: str, data: bytes) -> bool:
+        self._count()
+        return super()._create(key, data)
+
+    def get(self, key: str) -> bytes:
+        self._count()
+        return super().get(key)
+
+    def children(self, prefix: str) -> list[str]:
+        self._count()
+        return super().children(prefix)
+
+    def delete(self, key: str) -> None:
+        self._count()
+        super().delete(key)
+
+
+def at_every_point(
+    before: MemoryStore, act: Callable[[Store], object], meanwhile: Callable[[Store], None]
+) -> Iterator[tuple[MemoryStore, SupersededError | None]]:
+    """The store after `act`, once for each of its operations that `meanwhile` may come before, and the
+    SupersededError that `act` raised."""
+    for number in itertools.count():
+        other = MemoryStore()
+        other.objects.update(before.objects)
+        store = Interrupted(other.objects, before=number, meanwhile=lambda other=other: meanwhile(other))
+        error = None
+        try:
+            act(store)
+        except SupersededError as raised:
+            error = raised
+        if not store.was_interrupted:
+            return
+        yield other, error
+
+
+def begun(epoch: int = 1) -> MemoryStore:
+    store = MemoryStore()
+    for number in range(1, epoch + 1):
+        begin_run(store, LAYOUT, config(), epoch=number)
+        update_run(store, LAYOUT, epoch=number, gateway_url=f"http://{number}")
+    return store
+
+
+@pytest.mark.parametrize("num_later", [0, 1, 5])
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda store: update_run(store, LAYOUT, epoch=1, latest_snapshot=7),
+        lambda store: update_run(store, LAYOUT, epoch=1, state="cancelled", gateway_url=None),
+        lambda store: begin_run(store, LAYOUT, config(), epoch=1),
+    ],
+    ids=["snapshot", "end", "begin"],
+)
+def test_an_older_parent_undoes_nothing_of_a_newer_one_whenever_it_writes(
+    act: Callable[[Store], object], num_later: int
+) -> None:
+    def newer(store: Store) -> None:
+        begin_run(store, LAYOUT, config(seed=2), epoch=2)
+        update_run(store, LAYOUT, epoch=2, gateway_url="http://2")
+        for number in range(num_later):
+            update_run(store, LAYOUT, epoch=2, latest_snapshot=10 + number)
+
+    num_points = 0
+    for store, _ in at_every_point(begun(), act, newer):
+        num_points += 1
+        run = read_run(store, LAYOUT)
+        assert run is not None
+        assert (run.epoch, run.gateway_url, run.state) == (2, "http://2", "running")
+        assert run.config["seed"] == 2
+        if num_later:
+            assert run.latest_snapshot == 9 + num_later
+        assert store.get(LAYOUT.run()) == run.to_bytes(), "the file for others says the same"
+        with pytest.raises(SupersededError, match="epoch 2 leads"):
+            update_run(store, LAYOUT, epoch=1, state="failed")
+    assert num_points > 4
+
+
+def test_an_older_parent_is_told_of_a_newer_one_that_wrote_before_its_own_change_counted() -> None:
+    def newer(store: Store) -> None:
+        begin_run(store, LAYOUT, config(), epoch=2)
+
+    def act(store: Store) -> None:
+        update_run(store, LAYOUT, epoch=1, state="failed")
+
+    told = [error is not None for _, error in at_every_point(begun(), act, newer)]
+    assert told == sorted(told, reverse=True), "in the end its change is one the newer parent has seen"
+    assert all(told[:4])
+
+
+def test_what_one_thread_of_a_parent_says_of_the_run_is_not_undone_by_another() -> None:
+    def end(store: Store) -> None:
+        update_run(store, LAYOUT, epoch=1, state="completed", gateway_url=None)
+
+    def act(store: Store) -> None:
+        update_run(store, LAYOUT, epoch=1, latest_snapshot=7)
+
+    for store, error in at_every_point(begun(), act, end):
+        run = read_run(store, LAYOUT)
+        assert run is not None
+        assert error is None
+        assert (run.state, run.gateway_url, run.latest_snapshot) == ("completed", None, 7)
+
+
+def test_run_json_alone_is_enough_to_go_on_from(local_store: Store) -> None:
+    document = begin_run(local_store, LAYOUT, config(), epoch=1)
+    for key in local_store.list(LAYOUT.epochs()):
+        local_store.delete(key)
+    assert read_run(local_store, LAYOUT) == document
+    assert update_run(local_store, LAYOUT, epoch=1, latest_snapshot=3).latest_snapshot == 3
+    assert local_store.get(LAYOUT.run()) == (read_run(local_store, LAYOUT) or document).to_bytes()
+
+
+def test_of_run_json_two_revisions_are_kept(local_store: Store) -> None:
+    begin_run(local_store, LAYOUT, config(), epoch=1)
+    for number in range(5):
+        update_run(local_store, LAYOUT, epoch=1, latest_snapshot=number)
+    assert local_store.children(LAYOUT.epochs()) == ["run-5.json", "run-6.json"]
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -168,6 +312,27 @@ def test_the_last_snapshot_takes_what_is_there(
     assert last is not None
     assert last.checkpoints == {"a": 5}
     assert coordinator.snapshot(final=True) is None
+
+
+def test_a_snapshot_whose_number_an_older_parent_took_meanwhile_takes_the_next() -> None:
+    def older(store: Store) -> None:
+        theirs = CheckpointCoordinator(store, LAYOUT, ("a",), epoch=1)
+        with pytest.raises(SupersededError):
+            theirs.snapshot()
+
+    def act(store: Store) -> None:
+        assert CheckpointCoordinator(store, LAYOUT, ("a",), epoch=2).snapshot() is not None
+
+    before = begun(epoch=2)
+    save_manifest(before, LAYOUT.model("a"), 5, version=4)
+    for store, error in at_every_point(before, act, older):
+        assert error is None
+        run = read_run(store, LAYOUT)
+        assert run is not None
+        assert run.latest_snapshot is not None
+        newest = SnapshotDocument.parse(store.get(LAYOUT.snapshot(run.latest_snapshot)), source="here")
+        assert newest.epoch == 2
+        assert len(store.children(LAYOUT.snapshots())) == 2
 
 
 def test_a_checkpoint_without_its_manifest_is_not_named(

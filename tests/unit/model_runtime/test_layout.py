@@ -81,6 +81,7 @@ def test_no_two_things_share_a_key_and_all_are_below_the_run(local_store: Store)
         run.summary(),
         run.epoch(1),
         run.desired(1),
+        run.run_revision(1),
         run.journal_entry("w", 1),
         run.snapshot(1),
         model.log_shard("w", 1),

@@ -18,7 +18,7 @@ from model_runtime.errors import CorruptObjectError
 from model_runtime.layout import RunLayout
 from model_runtime.training_queue import Batch, TrainingQueue
 from model_runtime.trajectory_log import encode_shard
-from model_runtime.types import Shard
+from model_runtime.types import SettlementStatus, Shard
 from tests.fakes import make_settlement, make_trajectory
 from tests.memory_store import MemoryStore
 
@@ -31,6 +31,7 @@ class Rare:
     """A model that gets one group now and then, and a clock that is set by hand."""
 
     replay: dict[str, Any] = field(default_factory=dict)
+    objective: dict[str, Any] = field(default_factory=dict)
     batch_size: int = 3
     max_staleness: int = 4
     store: MemoryStore = field(default_factory=MemoryStore)
@@ -45,6 +46,7 @@ class Rare:
                 "batch_size": self.batch_size,
                 "async_training": {"max_wait_s": WAIT_S, "max_staleness": self.max_staleness},
                 "replay": self.replay,
+                "objective": self.objective,
             }
         )
         queue = TrainingQueue(
@@ -53,14 +55,23 @@ class Rare:
         queue.poll()
         return queue
 
-    def group(self, group_id: str, rewards: Sequence[float] = (0, 1), *, version: int = 0) -> None:
+    def group(
+        self,
+        group_id: str,
+        rewards: Sequence[float | None] = (0, 1),
+        *,
+        version: int = 0,
+        statuses: Sequence[SettlementStatus] = (),
+    ) -> None:
         members = [
             {"group_id": group_id, "group_size": len(rewards), "member_index": i} for i in range(len(rewards))
         ]
         rows = [
             make_trajectory(**m, reward=r, version=version) for m, r in zip(members, rewards, strict=True)
         ]
-        shard = Shard(tuple(rows), tuple(make_settlement(**m) for m in members))
+        ends = statuses or ["finalized"] * len(members)
+        settlements = [make_settlement(**m, status=end) for m, end in zip(members, ends, strict=True)]
+        shard = Shard(tuple(rows), tuple(settlements))
         self.store.put(LAYOUT.log_shard("e00001-00001", self.seq), encode_shard(shard))
         self.seq += 1
 
@@ -253,6 +264,37 @@ def test_after_a_crash_the_same_steps_follow_and_the_books_balance(arrivals, dat
         == queue.totals().get("replayed", 0)
         == sum(len(entry.rows) for document in documents for entry in document.replayed)
     )
+
+
+@pytest.mark.parametrize("late", [None, 0.5])
+@pytest.mark.parametrize("extra", [{}, {"turn_discount": 0.5}], ids=["rows", "turns"])
+def test_a_row_that_did_not_finish_is_after_a_resume_what_it_was(late, extra):
+    """It counts in the baseline with its own reward or the one for such rows, and has no loss."""
+    objective = {"unfinished": "baseline", "unfinished_reward": -1.0, **extra}
+    rare = Rare({"max_groups": 8, "max_reuses": 9}, objective, batch_size=2)
+    queue = rare.queue()
+    for name in ("a", "b"):
+        rare.group(name, (0.0, 1.0, late), statuses=("finalized", "finalized", "expired"))
+    rare.step(queue, 1)
+    saved = checkpoint(queue, 1)
+    rare.group("c")
+    resumed, replaying = rare.queue(saved), rare.queue(saved)
+    for other in (queue, resumed):
+        assert rare.deal(other, 2) is None
+    rare.now += WAIT_S
+    one, same = rare.deal(queue, 2), rare.deal(resumed, 2)
+    assert one is not None
+    assert same is not None
+    again = replaying.replay(one.document)
+    assert again is not None
+    assert len(replayed(one.document)) == 1
+    assert taught(one) == taught(same) == taught(again)
+    named = [row for entry in one.document.replayed for row in entry.rows]
+    assert len(named) == 2, "the member that did not finish has no loss"
+
+
+def taught(batch: Batch) -> list[tuple[str, float, Any]]:
+    return [(row.trajectory.trajectory_id, row.advantage, row.turn_advantages) for row in batch.rows]
 
 
 def test_a_buffer_whose_log_is_gone_says_so():

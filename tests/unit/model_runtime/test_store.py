@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import subprocess
+import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +26,7 @@ from model_runtime.errors import (
     StoreError,
     StoreUnsafeError,
 )
+from model_runtime.local_store import LEFT_AFTER_S
 from model_runtime.store import Store, open_store
 from tests import fakes
 
@@ -119,6 +126,85 @@ def test_a_crash_before_the_name_is_given_leaves_nothing_visible(
 
 def _files(store: Store) -> list[Path]:
     return [p for p in Path(store.url.removeprefix("file://")).rglob("*") if p.is_file()]
+
+
+WRITER = """
+import os, signal, stat, sys
+from model_runtime.config import StoreConfig
+from model_runtime.store import open_store
+
+store, sync = open_store(StoreConfig(url=sys.argv[1])), os.fsync
+
+def stop(descriptor):
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        print("is writing", flush=True)
+        sys.stdin.readline()
+    sync(descriptor)
+
+os.fsync = stop
+getattr(store, sys.argv[2])("run/models/a/x.json", bytes(1000))
+"""
+
+
+@contextmanager
+def writing(store: Store, write: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process that is in the middle of this write, until it reads a line."""
+    command = [sys.executable, "-c", WRITER, store.url, write]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "is writing\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def grown_old(store: Store, *, by_s: float) -> None:
+    for path in _files(store):
+        written_at = path.stat().st_mtime - by_s
+        os.utime(path, (written_at, written_at))
+
+
+@pytest.mark.parametrize("write", ["put", "put_if_absent"])
+def test_what_a_killed_writer_left_is_removed_once_it_is_old(local_store: Store, write: str) -> None:
+    local_store.put("run/models/a/old.json", b"1")
+    with writing(local_store, write):
+        pass
+    with writing(local_store, write):
+        pass
+    assert len(_files(local_store)) == 3
+    assert local_store.remove_leftovers("run") == 0, "too young to be sure about"
+    grown_old(local_store, by_s=2 * LEFT_AFTER_S)
+    assert local_store.remove_leftovers("another") == 0
+    assert local_store.remove_leftovers("run") == 2000
+    assert [p.name for p in _files(local_store)] == ["old.json"]
+
+
+@pytest.mark.parametrize("write", ["put", "put_if_absent"])
+def test_what_another_process_is_writing_stays_however_old_it_is(local_store: Store, write: str) -> None:
+    with writing(local_store, write) as process:
+        grown_old(local_store, by_s=2 * LEFT_AFTER_S)
+        assert local_store.remove_leftovers("run") == 0
+        process.communicate("go on\n")
+    assert process.returncode == 0
+    assert local_store.get("run/models/a/x.json") == bytes(1000)
+    assert len(_files(local_store)) == 1
+
+
+def test_where_files_can_not_be_locked_unfinished_ones_stay(
+    local_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with writing(local_store, "put"):
+        pass
+    grown_old(local_store, by_s=2 * LEFT_AFTER_S)
+    assert local_store.remove_leftovers("run") == 0
+    assert len(_files(local_store)) == 1
+    local_store.put("run/models/a/x.json", b"1")
+    assert local_store.get("run/models/a/x.json") == b"1"
 
 
 def test_a_failed_write_leaves_no_file_behind(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

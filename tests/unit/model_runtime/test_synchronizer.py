@@ -470,6 +470,15 @@ async def test_a_version_leaves_servers_and_disk_once_nothing_uses_it(bench: Ben
     assert [path.name for path in bench.folder.iterdir()] == ["v1"]
 
 
+async def test_what_a_killed_process_left_of_an_old_version_s_copy_leaves_the_disk_too(bench: Bench) -> None:
+    for version in (0, 3):
+        (bench.folder / f".v{version}-ab_12" / "fresh").mkdir(parents=True)
+    await bench.publish(0)
+    await bench.publish(1)
+    await bench.synchronizer.unload_idle({1: 5})
+    assert sorted(path.name for path in bench.folder.iterdir()) == [".v3-ab_12", "v1"]
+
+
 async def test_the_published_version_never_leaves(bench: Bench) -> None:
     await bench.publish(0)
     await bench.synchronizer.unload_idle({})

@@ -501,6 +501,67 @@ def test_a_replay_that_differs_takes_a_number_above_all(folder):
     assert folder.status().committed_version == 2
 
 
+@pytest.mark.parametrize("file", ["adapter_config.json", "VERSION.json"])
+def test_what_was_begun_of_a_version_is_never_another_adapter_and_every_life_goes_on(
+    folder, monkeypatch, file
+):
+    """Lives that are killed before this file of a version is written, and none repeats the one before."""
+    folder.write_groups(make_groups(8))
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+
+    def killed(key):
+        if key.endswith(f"/{file}") and key != f"{folder.layout.version(0)}/{file}":
+            raise Killed
+
+    begun = []
+    for learning_rate in (1e-2, 1e-3, 2e-3):
+        folder.model = {"trainer": {"learning_rate": learning_rate}}
+        with monkeypatch.context() as patch:
+            store_that(patch, killed)
+            with pytest.raises(Killed):
+                train(folder)
+        begun.append(kept_weights(folder))
+    folder.model = {"trainer": {"learning_rate": 3e-3}}
+    assert train(folder) == 0
+    begun.append(kept_weights(folder))
+    assert [len(weights) for weights in begun] == [2, 3, 4, 6]
+    assert all(begun[-1].items() >= weights.items() for weights in begun)
+    assert folder.status().committed_version == 5
+    assert [version_document(folder.store, folder.layout, n).step for n in (0, 4, 5)] == [0, 2, 4]
+
+
+def test_a_version_that_was_begun_keeps_its_number_when_the_same_adapter_comes_again(folder, monkeypatch):
+    folder.write_groups(make_groups(4))
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+
+    def killed(key):
+        if key == folder.layout.version_marker(1):
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        store_that(patch, killed)
+        with pytest.raises(Killed):
+            train(folder)
+    begun = kept_weights(folder)
+    assert train(folder) == 0
+    assert kept_weights(folder) == begun
+    assert folder.status().committed_version == 1
+
+
+def test_a_first_version_that_was_begun_with_another_adapter_holds_nobody_up(folder):
+    folder.write_groups(make_groups(4))
+    folder.tell(desired="drain", published_version=UNBOUNDED)
+    folder.store.put(f"{folder.layout.version(0)}/adapter_model.safetensors", b"another warm-up's")
+    assert train(folder) == 0
+    assert folder.store.get(f"{folder.layout.version(0)}/adapter_model.safetensors") == b"another warm-up's"
+    assert folder.status().committed_version == 2
+
+
+def kept_weights(folder):
+    keys = [f"{folder.layout.version(int(name[1:]))}/adapter_model.safetensors" for name in versions(folder)]
+    return {key: folder.store.get(key) for key in keys}
+
+
 def test_the_number_of_a_version_that_was_removed_is_not_given_again(folder):
     folder.write_groups(make_groups(8))
     folder.tell(desired="drain", published_version=UNBOUNDED)
