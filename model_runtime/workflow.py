@@ -99,9 +99,11 @@ class RolloutDriver:
         progress: Callable[[DriverProgress], None] | None = None,
         workflow: WorkflowFunction | None = None,
         versions: Mapping[str, int] = MappingProxyType({}),
+        stop_signals: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
     ) -> None:
         """`workflow` stands in for the function `config.workflow.function` names; `versions` answer an
-        evaluation in place of the published ones."""
+        evaluation in place of the published ones; `stop_signals` are what a signal to this process raises,
+        which ends the driver and is no failure of the workflow it comes in."""
         self._config = config.workflow
         self._models = [m.model_id for m in config.trainable_models]
         self._seed = config.seed
@@ -115,6 +117,7 @@ class RolloutDriver:
         self._progress = progress
         self._workflow = workflow
         self._versions = versions
+        self._stop_signals = stop_signals
         self._slots = asyncio.Semaphore(self._config.max_concurrent_executions)
         self._evaluation = config.evaluation
         self._tally = Tally(task_rewards=defaultdict(list) if mode == "eval" else None)
@@ -159,6 +162,7 @@ class RolloutDriver:
             evaluation=self._evaluation,
             seed=self._seed,
             versions=self._versions,
+            stop_signals=self._stop_signals,
         )
 
     def _groups(self) -> list[TaskGroup]:

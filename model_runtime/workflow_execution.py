@@ -115,13 +115,16 @@ class WorkflowExecutor:
         evaluation: EvaluationConfig | None = None,
         seed: int = 0,
         versions: Mapping[str, int] = MappingProxyType({}),
+        stop_signals: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
     ) -> None:
         """`evaluation` and `seed` say how to sample in mode `eval`, `versions` which ones answer there, of
-        those that are held; the published ones otherwise."""
+        those that are held; the published ones otherwise. `stop_signals` are what a signal to this process
+        raises wherever it stands, in a workflow too."""
         self._config = config
         self._evaluation = evaluation or EvaluationConfig()
         self._seed = seed
         self._versions = dict(versions)
+        self._stop_signals = (GeneratorExit, *stop_signals)
         self._mode: Mode = mode
         self._workflow = workflow
         self._gateway = gateway
@@ -264,8 +267,8 @@ class WorkflowExecutor:
             if session.infrastructure_error is not None:
                 raise session.infrastructure_error
             reward = _checked_reward(returned)
-        except Exception as error:
-            if isinstance(error, (UnknownSessionError, RunEndedError)):
+        except BaseException as error:  # a workflow may call sys.exit(), or await a task it has cancelled
+            if isinstance(error, (UnknownSessionError, RunEndedError)) or self._stops_driver(error):
                 raise
             if limit.expired():
                 reason = f"no end within execution_timeout_s = {self._config.execution_timeout_s:g} s"
@@ -305,13 +308,22 @@ class WorkflowExecutor:
 
     # -------------------------------------------------------------- what went wrong
 
-    def _reason(self, error: Exception) -> str:
+    def _stops_driver(self, error: BaseException) -> bool:
+        """Is this driver being stopped, and not one workflow broken?"""
+        if isinstance(error, BaseExceptionGroup):
+            return any(self._stops_driver(inner) for inner in error.exceptions)
+        if isinstance(error, asyncio.CancelledError):
+            execution = asyncio.current_task()
+            return execution is not None and execution.cancelling() > 0
+        return isinstance(error, self._stop_signals)
+
+    def _reason(self, error: BaseException) -> str:
         text = str(error)
         if isinstance(error, _WorkflowFault):
             return text
         return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
-    def _log_once(self, error: Exception, reason: str) -> None:
+    def _log_once(self, error: BaseException, reason: str) -> None:
         """Each kind of failure once with its traceback; all of them are counted."""
         kind = _kind_of(error)
         self._tally.errors[kind] += 1
@@ -333,7 +345,7 @@ def _checked_reward(value: Any) -> float | None:
     return float(value)
 
 
-def _kind_of(error: Exception) -> str:
+def _kind_of(error: BaseException) -> str:
     if isinstance(error, _WorkflowFault):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -59,6 +60,7 @@ def drive(gateway: FakeGateway, store: Store, tmp_path: Path, monkeypatch: pytes
         mode: Any = "train",
         progress: Any = None,
         evaluation: EvaluationConfig | None = None,
+        stop_signals: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
         **settings: Any,
     ) -> DriverReport:
         config = make_config(tmp_path, num_tasks=num_tasks, **settings)
@@ -71,6 +73,7 @@ def drive(gateway: FakeGateway, store: Store, tmp_path: Path, monkeypatch: pytes
             mode=mode,
             progress=progress,
             workflow=workflow,
+            stop_signals=stop_signals,
         )
         return await driver.run()
 
@@ -313,6 +316,79 @@ async def test_a_timeout_of_the_workflow_s_own_is_its_own_failure(drive: Drive, 
         return 1.0
 
     assert (await drive(work, num_tasks=1)).executions == {"aborted": 4}
+
+
+async def await_what_it_cancelled() -> None:
+    inner = asyncio.create_task(asyncio.sleep(60))
+    await asyncio.sleep(0)
+    inner.cancel()
+    await inner
+
+
+async def leave() -> None:
+    sys.exit(3)
+
+
+async def raise_no_exception() -> None:
+    raise LibraryPanicked("index out of bounds")
+
+
+async def raise_it_in_a_task_group() -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(raise_no_exception())
+
+
+class LibraryPanicked(BaseException):
+    """As extensions in Rust raise it."""
+
+
+class ToldToStop(BaseException):
+    """What a handler of SIGTERM raises."""
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (await_what_it_cancelled, "CancelledError"),
+        (leave, "SystemExit: 3"),
+        (raise_no_exception, "LibraryPanicked: index out of bounds"),
+        (raise_it_in_a_task_group, "BaseExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)"),
+    ],
+)
+async def test_a_workflow_that_cancels_itself_or_calls_exit_aborts_its_execution_and_no_other(
+    drive: Drive, gateway: FakeGateway, broken: Callable[[], Awaitable[None]], reason: str
+) -> None:
+    async def work(task: dict[str, Any], session: WorkflowSession) -> float:
+        if session.member.member_index % 2:
+            await broken()
+        return 1.0
+
+    report = await drive(work, num_tasks=2)
+    assert report.executions == {"finalized": 4, "aborted": 4}
+    assert sum(report.errors.values()) == 4
+    assert {s.reason for s in gateway.settled("aborted")} == {reason}
+
+
+@pytest.mark.parametrize("in_a_task_group", [False, True])
+async def test_a_signal_that_strikes_in_a_workflow_ends_the_driver_and_frees_the_other_members(
+    drive: Drive, gateway: FakeGateway, in_a_task_group: bool
+) -> None:
+    async def told() -> None:
+        raise ToldToStop
+
+    async def work(task: dict[str, Any], session: WorkflowSession) -> float:
+        if session.member.member_index < 3:
+            await asyncio.sleep(60)
+        if not in_a_task_group:
+            await told()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(told())
+        return 1.0
+
+    with pytest.raises(ToldToStop):
+        await drive(work, num_tasks=1, stop_signals=(KeyboardInterrupt, ToldToStop))
+    assert gateway.statuses == {"retried": 3}
+    assert {s.reason for s in gateway.settled("retried")} == {"the driver was stopped"}
 
 
 # ---------------------------------------------------------------- infrastructure that fails
