@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from model_runtime.config import RunConfig
@@ -72,11 +71,19 @@ class DriverReport:
     `unsettled`: the run stopped before."""
     mean_reward: float | None  # the workflow's, over finalized executions
     agent_success: dict[str, float]  # mean of each agent's `success` component over finalized executions
-    task_rewards: dict[str, list[float]]  # of an evaluation: group → rewards of its finished executions
+    task_rewards: dict[str, list[float]]
+    """Of an evaluation: each of its groups → rewards of the executions that were finished."""
     errors: dict[str, int]  # what workflows raised, and how often
     num_calls: int  # model calls
     duration_s: float
     skipped_tasks: tuple[int, ...] = ()  # by their place in the task file
+    task_unknown: dict[str, int] = field(default_factory=dict)
+    """Group → executions that say nothing of the policy: the infrastructure failed, or a judge is awaited."""
+
+    @property
+    def num_executions(self) -> int:
+        """However often each was tried."""
+        return sum(n for status, n in self.executions.items() if status not in ("retried", "lost"))
 
 
 class RolloutDriver:
@@ -120,7 +127,7 @@ class RolloutDriver:
         self._stop_signals = stop_signals
         self._slots = asyncio.Semaphore(self._config.max_concurrent_executions)
         self._evaluation = config.evaluation
-        self._tally = Tally(task_rewards=defaultdict(list) if mode == "eval" else None)
+        self._tally = Tally()
         self._groups_total = 0
         self._poison = PoisonTasks(self._config.max_task_failures)
 
@@ -130,6 +137,8 @@ class RolloutDriver:
         groups = self._groups()
         samples = self._evaluation.samples_per_task if self._mode == "eval" else 1
         self._groups_total = len(groups) * samples
+        if self._mode == "eval":
+            self._tally.task_rewards = {group.group_id: [] for group in groups}
         failure: BaseException | None = None
         # Each execution holds one connection at a time; the rest is for the driver's own calls.
         async with open_http(
@@ -289,6 +298,7 @@ class RolloutDriver:
             num_calls=tally.num_calls,
             duration_s=duration_s,
             skipped_tasks=tuple(sorted(tally.skipped_tasks)),
+            task_unknown=dict(tally.task_unknown),
         )
 
 

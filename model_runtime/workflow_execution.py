@@ -47,6 +47,7 @@ GROUP_END_MARGIN_S = 2.0  # so near its group's end a member that is refused cou
 LEAVING_TIMEOUT_S = 5.0  # for letting go of a session while this driver is being stopped
 MAX_LOST_SESSIONS = 5  # per member: sessions that a restarted gateway forgot; not held against max_attempts
 FINISHED = ("finalized", "awaiting_reward", "done_before")
+TELLING = ("finalized", "aborted", "expired")  # how an execution ends by its own doing, its reward known
 SUCCESS = "success"  # reward component that is reported by agent
 
 
@@ -75,6 +76,7 @@ class Tally:
     rewards: list[float] = field(default_factory=list)
     successes: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     task_rewards: dict[str, list[float]] | None = None  # group → rewards; kept in an evaluation alone
+    task_unknown: Counter[str] = field(default_factory=Counter)  # group → members that say nothing of it
     num_calls: int = 0
     running: int = 0
     groups_opened: int = 0
@@ -158,6 +160,8 @@ class WorkflowExecutor:
             status = await self._attempt(group, self._key(group, index, attempt), last=attempts_left <= 1)
             self._tally.executions[status] += 1
             if status not in ("retried", "lost"):
+                if status not in TELLING:
+                    self._tally.task_unknown[group.group.group_id] += 1
                 if status != "unsettled":
                     group.settled.add(index)
                     group.finished |= status in FINISHED

@@ -216,6 +216,31 @@ async def test_samples_of_an_evaluation_have_seeds_of_their_own_and_rewards_by_t
     assert seen[-1].groups_total == sum(seen[-1].executions.values()) == 6
 
 
+async def test_an_evaluation_reports_every_task_and_what_the_infrastructure_lost_of_it(
+    drive: Drive, gateway: FakeGateway
+) -> None:
+    async def work(task: dict[str, Any], session: WorkflowSession) -> float:
+        if task["n"] == 1:
+            raise ValueError("the answer can't be read")
+        if task["n"] == 2 and session.member.member_index == 0:
+            gateway.chat_errors = [BackendUnavailableError("the replica is gone")]
+        return await ask_planner(task, session)
+
+    report = await drive(
+        work,
+        num_tasks=3,
+        mode="eval",
+        evaluation=EvaluationConfig(samples_per_task=2, temperature=0.7),
+        max_attempts=2,
+        max_concurrent_executions=1,
+    )
+    assert report.executions == {"finalized": 3, "aborted": 2, "retried": 1, "infra": 1}
+    assert report.num_executions == 6
+    by_task = {group.split("-")[2]: rewards for group, rewards in report.task_rewards.items()}
+    assert by_task == {"t0": [1.0, 1.0], "t1": [], "t2": [1.0]}
+    assert [(group.split("-")[2], n) for group, n in report.task_unknown.items()] == [("t2", 1)]
+
+
 async def test_progress_is_reported_after_every_execution(drive: Drive) -> None:
     seen: list[DriverProgress] = []
     await drive(ask_planner, num_tasks=2, progress=seen.append)
