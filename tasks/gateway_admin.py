@@ -32,10 +32,17 @@ class GatewayAdmin:
     """Status and desired state of one gateway, over one connection pool."""
 
     def __init__(
-        self, url: str, *, key: str | None = None, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        url: str,
+        *,
+        key: str | None = None,
+        run_id: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`key` None: from the environment."""
+        """`key` None: from the environment. `run_id` is for a URL out of a run's document, whose port may be
+        another run's by now: that one's gateway does not answer for this one."""
         self.url = url
+        self._run_id = run_id
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {key or admin_key()}"},
@@ -52,12 +59,15 @@ class GatewayAdmin:
             return False
 
     async def status(self) -> GatewayStatus | None:
-        """GET /admin/status; None while the gateway does not answer."""
+        """GET /admin/status; None while the run's gateway does not answer."""
         try:
             answer = await self._http.get("/admin/status")
-            return GatewayStatus.model_validate_json(answer.content) if answer.status_code == 200 else None
+            if answer.status_code != 200:
+                return None
+            status = GatewayStatus.model_validate_json(answer.content)
         except (httpx.HTTPError, ValidationError):
             return None
+        return status if self._run_id in (None, status.run_id) else None
 
     async def alive(self, role: RunRole) -> None:
         """POST /admin/alive. One that does not arrive is followed by another."""

@@ -115,6 +115,28 @@ async def test_a_run_that_is_over_is_not_live(live: GatewayHarness, config: RunC
         assert hold is None
 
 
+async def test_a_dead_run_is_not_evaluated_by_another_run_s_gateway_at_its_address(
+    live: GatewayHarness, config: RunConfig
+) -> None:
+    dead = RunLayout("whose-parent-was-killed")
+    begin_run(live.store, dead, config, epoch=1)
+    update_run(live.store, dead, epoch=1, gateway_url=live.url)
+    async with live_hold(live.store, dead, config, []) as hold:
+        assert hold is None
+    assert live.gateway.holds.versions == {}
+
+
+async def test_an_evaluation_ends_when_another_run_s_gateway_has_the_address(
+    live: GatewayHarness, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_evaluation, "RENEW_EVERY_S", 0.01)
+    async with live_hold(live.store, LAYOUT, config, []) as hold:
+        assert hold is not None
+        monkeypatch.setattr(live.gateway, "run_id", "another")
+        with pytest.raises(ConflictError, match="this gateway serves run 'another'"):
+            await hold.keep()
+
+
 async def test_a_gateway_that_is_gone_or_has_another_key_is_not_waited_for(
     live: GatewayHarness, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
