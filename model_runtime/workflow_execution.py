@@ -233,9 +233,7 @@ class WorkflowExecutor:
         return {"temperature": self._evaluation.temperature, "seed": seed}
 
     async def _session_answer(self, group: OpenGroup, request: SessionRequest) -> SessionAnswer:
-        # A gateway that was restarted knows the group no more; one more attempt opens it again.
-        give_up = time.monotonic() + request.timeout_s if request.timeout_s else 0.0
-        pause_s = 0.2
+        ask_until, pause_s = self._asks_until(group, request), 0.2
         while True:
             try:
                 return await self._gateway.control(
@@ -244,14 +242,23 @@ class WorkflowExecutor:
             except AlreadyDoneError:
                 raise
             except ConflictError:
-                now = time.monotonic()
-                if request.mode == "eval" or now >= min(give_up, group.deadline - GROUP_END_MARGIN_S):
+                if time.monotonic() >= ask_until:
                     raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 5.0)
-            deadline = group.deadline
-            await self.open_group(group)
-            group.deadline = deadline  # asking again does not give the group more time
+            if request.mode == "train":
+                deadline = group.deadline
+                await self.open_group(group)
+                group.deadline = deadline  # asking again does not give the group more time
+
+    def _asks_until(self, group: OpenGroup, request: SessionRequest) -> float:
+        """Until when a refusal may pass: a gateway that was restarted knows the group no more until it is
+        opened again, nor what is held for an evaluation until that renews it."""
+        now = time.monotonic()
+        give_up = now + (request.timeout_s or 0.0)
+        if request.mode == "train":
+            return min(give_up, group.deadline - GROUP_END_MARGIN_S)
+        return give_up if request.versions else now
 
     def _no_session(self, group: OpenGroup, member: MemberKey, error: ConflictError) -> str:
         if self._mode == "train" and time.monotonic() >= group.deadline - GROUP_END_MARGIN_S:

@@ -96,14 +96,16 @@ class GatewayAdmin:
 
     async def hold(self, evaluation_id: str, request: HoldRequest) -> HoldAnswer:
         """PUT /admin/evaluations/…: keep versions in service for an evaluation. Raises ConflictError when
-        they can't be kept, BackendUnavailableError when the gateway does not answer."""
+        they can't be kept, BackendUnavailableError when the gateway does not answer, or has not heard of its
+        models yet."""
         try:
             answer = await self._http.put(
                 f"/admin/evaluations/{evaluation_id}", json=request.model_dump(mode="json")
             )
-            if answer.is_client_error or answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            if answer.is_client_error:
                 raise ConflictError(f"the gateway holds no versions: {_message(answer)}")
-            answer.raise_for_status()
+            if answer.is_server_error:
+                raise BackendUnavailableError(f"the gateway holds no versions yet: {_message(answer)}")
             return HoldAnswer.model_validate_json(answer.content)
         except (httpx.HTTPError, ValidationError) as error:
             raise BackendUnavailableError(f"the gateway at {self.url} did not answer: {error!r}") from error
