@@ -30,7 +30,7 @@ from model_runtime.errors import (
     StoreUnavailableError,
     SupersededError,
 )
-from model_runtime.layout import RunLayout, number_in
+from model_runtime.layout import EVALUATION_INFIX, RunLayout, number_in
 from model_runtime.store import Store
 
 logger = logging.getLogger(__name__)
@@ -154,12 +154,13 @@ def update_run(store: Store, layout: RunLayout, *, epoch: int, **changes: Any) -
 
 def refuse_unsafe_resume(store: Store, layout: RunLayout, config: RunConfig) -> RunDocument | None:
     """Raise ConfigError naming the first setting that the run's log, versions or checkpoints depend on and
-    that differs now; anything else (learning rate, timeouts, replicas…) may change from life to life.
+    that differs now; anything else (learning rate, timeouts, replicas…) may change from life to life. So may
+    all of a run that works on an evaluation: each life does the whole of it, and its plan is in its id.
 
     Returns the run's document as it is, None for a new run.
     """
     document = read_run(store, layout)
-    if document is not None:
+    if document is not None and EVALUATION_INFIX not in layout.run_id:
         _compare(layout.run_id, document.config, config)
     return document
 

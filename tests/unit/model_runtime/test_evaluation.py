@@ -192,6 +192,23 @@ def test_the_frozen_config_serves_each_version_s_own_adapter(local_store: Store,
     assert RunConfig.model_validate(frozen.model_dump(mode="json")) == frozen
 
 
+def test_an_evaluation_that_broke_off_is_begun_again_where_adapters_and_models_lie_elsewhere(
+    local_store: Store, tmp_path: Path
+) -> None:
+    commit(local_store, "a", 0, 1)
+    commit(local_store, "b", 0)
+    settings = config(tmp_path)
+    plan = make_plan(local_store, settings, run_id="run-1", wanted=[])
+    work = RunLayout(LAYOUT.evaluation_run(plan.evaluation_id))
+    begin_run(local_store, work, frozen_config(local_store, settings, plan, tmp_path / "one home"), epoch=1)
+    models = [m.model_copy(update={"model_path": f"/mnt{m.model_path}"}) for m in settings.models]
+    elsewhere = settings.multi_model.model_copy(update={"models": models})
+    moved = settings.model_copy(update={"multi_model": elsewhere})
+    again = frozen_config(local_store, moved, plan, tmp_path / "another home")
+    assert again.model("a").adapter_path == str(tmp_path / "another home/a/v1")
+    assert begin_run(local_store, work, again, epoch=2).epoch == 2
+
+
 def test_the_newest_run_is_that_of_the_config_and_no_evaluation(local_store: Store, tmp_path: Path) -> None:
     settings = config(tmp_path)
     with pytest.raises(ConfigError, match="no run of the config 'shop'"):
