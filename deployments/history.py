@@ -192,7 +192,7 @@ def show_stored_run(store: Store, run_id: str, console: Console, *, as_json: boo
     document = read_run(store, RunLayout(run_id))
     if document is None:
         raise ConfigError(f"no run {run_id!r} in {store.url}; runs there: `repertory runs --store`")
-    live = asyncio.run(_live(document.gateway_url, key)) if document.gateway_url and key else None
+    live = asyncio.run(_live(document.gateway_url, run_id, key)) if document.gateway_url and key else None
     summary = read_summary(store, RunLayout(run_id))
     state = document.state
     if state == "running" and live is None:
@@ -218,8 +218,8 @@ def show_stored_run(store: Store, run_id: str, console: Console, *, as_json: boo
             print_summary(console, summary)
 
 
-async def _live(url: str, key: str) -> GatewayStatus | None:
-    gateway = GatewayAdmin(url, key=key)
+async def _live(url: str, run_id: str, key: str) -> GatewayStatus | None:
+    gateway = GatewayAdmin(url, key=key, run_id=run_id)
     try:
         return await gateway.status()
     finally:

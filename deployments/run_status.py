@@ -133,7 +133,7 @@ def _summary(record: RunRecord) -> RunSummary | None:
 
 async def _live(document: RunDocument) -> GatewayStatus | None:
     assert document.gateway_url is not None
-    gateway = GatewayAdmin(document.gateway_url, key=admin_key())
+    gateway = GatewayAdmin(document.gateway_url, key=admin_key(), run_id=document.run_id)
     try:
         return await gateway.status()
     finally:

@@ -242,7 +242,7 @@ async def _gateway_of(launch: Launch, known: GatewayAdmin | None) -> GatewayAdmi
         return known
     if known is not None:
         await known.close()
-    return GatewayAdmin(url, key=admin_key()) if url else None
+    return GatewayAdmin(url, key=admin_key(), run_id=launch.run_id) if url else None
 
 
 def _summary_since(launch: Launch, began: float) -> RunSummary | None:

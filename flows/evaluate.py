@@ -201,9 +201,11 @@ def _document(
     duration_s: float,
     where: Literal["store", "live"],
 ) -> EvaluationDocument:
+    ended = ", ".join(f"{n} {status}" for status, n in sorted(report.executions.items())) or "none began"
     if not report.executions.get("finalized"):
-        ended = ", ".join(f"{n} {status}" for status, n in sorted(report.executions.items())) or "none began"
         raise RunFailedError(f"no execution of the evaluation was finished ({ended}): {report.errors}")
+    if report.executions.get("unsettled"):
+        raise RunFailedError(f"the evaluation came to no end ({ended}): start it again")
     return EvaluationDocument(
         plan=plan,
         executions=report.executions,
@@ -212,6 +214,7 @@ def _document(
             report.task_rewards,
             samples_per_task=plan.samples_per_task,
             success_reward=config.evaluation.success_reward,
+            unknown=report.task_unknown,
         ),
         agent_success=report.agent_success,
         task_rewards=report.task_rewards,

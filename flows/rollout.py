@@ -63,7 +63,7 @@ async def _work(
         if mode == "eval":
             held_out = HeldOut(
                 temperature=config.evaluation.temperature,
-                num_executions=sum(report.executions.values()),
+                num_executions=report.num_executions,
                 reward=report.mean_reward,
                 agent_success=report.agent_success,
             )

@@ -26,7 +26,7 @@ class AlertsConfig(Section):
     """The mean reward of the last ten steps is below the best ten's by this share of it; or a reward or a
     loss is not a number."""
     evaluation_drop: float | None = Field(default=0.1, gt=0)
-    """An evaluation's mean reward is below the one before by this much."""
+    """An evaluation's mean reward is below the one before by this much, over the tasks both have one of."""
 
     @field_validator("block")
     @classmethod

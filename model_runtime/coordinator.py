@@ -31,7 +31,7 @@ from model_runtime.errors import (
     StoreUnavailableError,
     SupersededError,
 )
-from model_runtime.layout import RunLayout, number_in
+from model_runtime.layout import EVALUATION_INFIX, RunLayout, number_in
 from model_runtime.store import Store
 
 logger = logging.getLogger(__name__)
@@ -114,8 +114,6 @@ def write_desired(
 
 
 # ---------------------------------------------------------------------------------------------- run.json
-
-
 #
 # Numbered revisions, each created once from the one before it, so that no change undoes one it has not seen;
 # the highest counts. run.json itself is a copy of it, for people and programs that want one file to read.
@@ -131,8 +129,7 @@ def begin_run(store: Store, layout: RunLayout, config: RunConfig, *, epoch: int)
     SupersededError when a newer epoch has begun it."""
 
     def begun(before: RunDocument | None) -> RunDocument:
-        if before is not None:
-            _compare(layout.run_id, before.config, config)
+        _refuse_unsafe(before, layout, config)
         now = time.time()
         return RunDocument(
             run_id=layout.run_id,
@@ -208,14 +205,19 @@ def _show_newest(store: Store, layout: RunLayout) -> int:
 
 def refuse_unsafe_resume(store: Store, layout: RunLayout, config: RunConfig) -> RunDocument | None:
     """Raise ConfigError naming the first setting that the run's log, versions or checkpoints depend on and
-    that differs now; anything else (learning rate, timeouts, replicas…) may change from life to life.
+    that differs now; anything else (learning rate, timeouts, replicas…) may change from life to life. So may
+    all of a run that works on an evaluation: each life does the whole of it, and its plan is in its id.
 
     Returns the run's document as it is, None for a new run.
     """
     document = read_run(store, layout)
-    if document is not None:
-        _compare(layout.run_id, document.config, config)
+    _refuse_unsafe(document, layout, config)
     return document
+
+
+def _refuse_unsafe(before: RunDocument | None, layout: RunLayout, config: RunConfig) -> None:
+    if before is not None and EVALUATION_INFIX not in layout.run_id:
+        _compare(layout.run_id, before.config, config)
 
 
 def _compare(run_id: str, before: dict[str, Any], config: RunConfig) -> None:

@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -95,7 +96,7 @@ class EvaluationDocument(Document):
     reward: Estimate | None  # of the workflow; None: no execution gave one
     pass_at: dict[int, float] = Field(default_factory=dict)  # k → share of tasks solved by one of k samples
     agent_success: dict[str, float] = Field(default_factory=dict)
-    task_rewards: dict[str, list[float]] = Field(default_factory=dict)  # task → its finished executions'
+    task_rewards: dict[str, list[float]] = Field(default_factory=dict)  # each task → its finished executions'
     created_at: float
     duration_s: float
     where: Literal["store", "live"] = "store"  # servers of its own, or a run's while it trained
@@ -129,18 +130,22 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
 
 
 def pass_rates(
-    task_rewards: Mapping[str, Sequence[float]], *, samples_per_task: int, success_reward: float
+    task_rewards: Mapping[str, Sequence[float]],
+    *,
+    samples_per_task: int,
+    success_reward: float,
+    unknown: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[int, float]:
-    """pass@k for k = 1, 2, 4, … and all samples. A task some of whose samples gave no reward counts those
-    as not solved."""
-    if not task_rewards:
-        return {}
-    solved = [sum(reward >= success_reward for reward in rewards) for rewards in task_rewards.values()]
+    """pass@k for k = 1, 2, 4, … and all samples, a mean over the tasks. Samples without a reward count as not
+    solved; those that `unknown` counts by task were not drawn, and a task with fewer than k is left out."""
+    solved = {task: sum(r >= success_reward for r in rewards) for task, rewards in task_rewards.items()}
+    drawn = {task: samples_per_task - unknown.get(task, 0) for task in task_rewards}
     powers = [2**i for i in range(samples_per_task.bit_length()) if 2**i < samples_per_task]
-    return {
-        k: statistics.fmean(pass_at_k(samples_per_task, n, k) for n in solved)
+    rates = {
+        k: [pass_at_k(drawn[task], n, k) for task, n in solved.items() if drawn[task] >= k]
         for k in (*powers, samples_per_task)
     }
+    return {k: statistics.fmean(by_task) for k, by_task in rates.items() if by_task}
 
 
 # ---------------------------------------------------------------- what is evaluated

@@ -242,6 +242,7 @@ class HoldRequest(_Request):
 
     ttl_s: float = Field(default=60.0, gt=0, le=600)
     versions: dict[str, Count] = Field(default_factory=dict)  # of a model not named: the published one
+    run_id: str | None = None  # a gateway of another run refuses; None: whichever it serves
 
 
 class HoldAnswer(_Wire):

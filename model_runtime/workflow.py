@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from model_runtime.config import RunConfig
@@ -72,11 +71,19 @@ class DriverReport:
     `unsettled`: the run stopped before."""
     mean_reward: float | None  # the workflow's, over finalized executions
     agent_success: dict[str, float]  # mean of each agent's `success` component over finalized executions
-    task_rewards: dict[str, list[float]]  # of an evaluation: group → rewards of its finished executions
+    task_rewards: dict[str, list[float]]
+    """Of an evaluation: each of its groups → rewards of the executions that were finished."""
     errors: dict[str, int]  # what workflows raised, and how often
     num_calls: int  # model calls
     duration_s: float
     skipped_tasks: tuple[int, ...] = ()  # by their place in the task file
+    task_unknown: dict[str, int] = field(default_factory=dict)
+    """Group → executions that say nothing of the policy: the infrastructure failed, or a judge is awaited."""
+
+    @property
+    def num_executions(self) -> int:
+        """However often each was tried."""
+        return sum(n for status, n in self.executions.items() if status not in ("retried", "lost"))
 
 
 class RolloutDriver:
@@ -99,9 +106,11 @@ class RolloutDriver:
         progress: Callable[[DriverProgress], None] | None = None,
         workflow: WorkflowFunction | None = None,
         versions: Mapping[str, int] = MappingProxyType({}),
+        stop_signals: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
     ) -> None:
         """`workflow` stands in for the function `config.workflow.function` names; `versions` answer an
-        evaluation in place of the published ones."""
+        evaluation in place of the published ones; `stop_signals` are what a signal to this process raises,
+        which ends the driver and is no failure of the workflow it comes in."""
         self._config = config.workflow
         self._models = [m.model_id for m in config.trainable_models]
         self._seed = config.seed
@@ -115,9 +124,10 @@ class RolloutDriver:
         self._progress = progress
         self._workflow = workflow
         self._versions = versions
+        self._stop_signals = stop_signals
         self._slots = asyncio.Semaphore(self._config.max_concurrent_executions)
         self._evaluation = config.evaluation
-        self._tally = Tally(task_rewards=defaultdict(list) if mode == "eval" else None)
+        self._tally = Tally()
         self._groups_total = 0
         self._poison = PoisonTasks(self._config.max_task_failures)
 
@@ -127,6 +137,8 @@ class RolloutDriver:
         groups = self._groups()
         samples = self._evaluation.samples_per_task if self._mode == "eval" else 1
         self._groups_total = len(groups) * samples
+        if self._mode == "eval":
+            self._tally.task_rewards = {group.group_id: [] for group in groups}
         failure: BaseException | None = None
         # Each execution holds one connection at a time; the rest is for the driver's own calls.
         async with open_http(
@@ -159,6 +171,7 @@ class RolloutDriver:
             evaluation=self._evaluation,
             seed=self._seed,
             versions=self._versions,
+            stop_signals=self._stop_signals,
         )
 
     def _groups(self) -> list[TaskGroup]:
@@ -285,6 +298,7 @@ class RolloutDriver:
             num_calls=tally.num_calls,
             duration_s=duration_s,
             skipped_tasks=tuple(sorted(tally.skipped_tasks)),
+            task_unknown=dict(tally.task_unknown),
         )
 
 

@@ -47,6 +47,7 @@ GROUP_END_MARGIN_S = 2.0  # so near its group's end a member that is refused cou
 LEAVING_TIMEOUT_S = 5.0  # for letting go of a session while this driver is being stopped
 MAX_LOST_SESSIONS = 5  # per member: sessions that a restarted gateway forgot; not held against max_attempts
 FINISHED = ("finalized", "awaiting_reward", "done_before")
+TELLING = ("finalized", "aborted", "expired")  # how an execution ends by its own doing, its reward known
 SUCCESS = "success"  # reward component that is reported by agent
 
 
@@ -75,6 +76,7 @@ class Tally:
     rewards: list[float] = field(default_factory=list)
     successes: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     task_rewards: dict[str, list[float]] | None = None  # group → rewards; kept in an evaluation alone
+    task_unknown: Counter[str] = field(default_factory=Counter)  # group → members that say nothing of it
     num_calls: int = 0
     running: int = 0
     groups_opened: int = 0
@@ -115,13 +117,16 @@ class WorkflowExecutor:
         evaluation: EvaluationConfig | None = None,
         seed: int = 0,
         versions: Mapping[str, int] = MappingProxyType({}),
+        stop_signals: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
     ) -> None:
         """`evaluation` and `seed` say how to sample in mode `eval`, `versions` which ones answer there, of
-        those that are held; the published ones otherwise."""
+        those that are held; the published ones otherwise. `stop_signals` are what a signal to this process
+        raises wherever it stands, in a workflow too."""
         self._config = config
         self._evaluation = evaluation or EvaluationConfig()
         self._seed = seed
         self._versions = dict(versions)
+        self._stop_signals = (GeneratorExit, *stop_signals)
         self._mode: Mode = mode
         self._workflow = workflow
         self._gateway = gateway
@@ -155,6 +160,8 @@ class WorkflowExecutor:
             status = await self._attempt(group, self._key(group, index, attempt), last=attempts_left <= 1)
             self._tally.executions[status] += 1
             if status not in ("retried", "lost"):
+                if status not in TELLING:
+                    self._tally.task_unknown[group.group.group_id] += 1
                 if status != "unsettled":
                     group.settled.add(index)
                     group.finished |= status in FINISHED
@@ -226,9 +233,7 @@ class WorkflowExecutor:
         return {"temperature": self._evaluation.temperature, "seed": seed}
 
     async def _session_answer(self, group: OpenGroup, request: SessionRequest) -> SessionAnswer:
-        # A gateway that was restarted knows the group no more; one more attempt opens it again.
-        give_up = time.monotonic() + request.timeout_s if request.timeout_s else 0.0
-        pause_s = 0.2
+        ask_until, pause_s = self._asks_until(group, request), 0.2
         while True:
             try:
                 return await self._gateway.control(
@@ -237,14 +242,23 @@ class WorkflowExecutor:
             except AlreadyDoneError:
                 raise
             except ConflictError:
-                now = time.monotonic()
-                if request.mode == "eval" or now >= min(give_up, group.deadline - GROUP_END_MARGIN_S):
+                if time.monotonic() >= ask_until:
                     raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 5.0)
-            deadline = group.deadline
-            await self.open_group(group)
-            group.deadline = deadline  # asking again does not give the group more time
+            if request.mode == "train":
+                deadline = group.deadline
+                await self.open_group(group)
+                group.deadline = deadline  # asking again does not give the group more time
+
+    def _asks_until(self, group: OpenGroup, request: SessionRequest) -> float:
+        """Until when a refusal may pass: a gateway that was restarted knows the group no more until it is
+        opened again, nor what is held for an evaluation until that renews it."""
+        now = time.monotonic()
+        give_up = now + (request.timeout_s or 0.0)
+        if request.mode == "train":
+            return min(give_up, group.deadline - GROUP_END_MARGIN_S)
+        return give_up if request.versions else now
 
     def _no_session(self, group: OpenGroup, member: MemberKey, error: ConflictError) -> str:
         if self._mode == "train" and time.monotonic() >= group.deadline - GROUP_END_MARGIN_S:
@@ -264,8 +278,8 @@ class WorkflowExecutor:
             if session.infrastructure_error is not None:
                 raise session.infrastructure_error
             reward = _checked_reward(returned)
-        except Exception as error:
-            if isinstance(error, (UnknownSessionError, RunEndedError)):
+        except BaseException as error:  # a workflow may call sys.exit(), or await a task it has cancelled
+            if isinstance(error, (UnknownSessionError, RunEndedError)) or self._stops_driver(error):
                 raise
             if limit.expired():
                 reason = f"no end within execution_timeout_s = {self._config.execution_timeout_s:g} s"
@@ -305,13 +319,22 @@ class WorkflowExecutor:
 
     # -------------------------------------------------------------- what went wrong
 
-    def _reason(self, error: Exception) -> str:
+    def _stops_driver(self, error: BaseException) -> bool:
+        """Is this driver being stopped, and not one workflow broken?"""
+        if isinstance(error, BaseExceptionGroup):
+            return any(self._stops_driver(inner) for inner in error.exceptions)
+        if isinstance(error, asyncio.CancelledError):
+            execution = asyncio.current_task()
+            return execution is not None and execution.cancelling() > 0
+        return isinstance(error, self._stop_signals)
+
+    def _reason(self, error: BaseException) -> str:
         text = str(error)
         if isinstance(error, _WorkflowFault):
             return text
         return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
-    def _log_once(self, error: Exception, reason: str) -> None:
+    def _log_once(self, error: BaseException, reason: str) -> None:
         """Each kind of failure once with its traceback; all of them are counted."""
         kind = _kind_of(error)
         self._tally.errors[kind] += 1
@@ -333,7 +356,7 @@ def _checked_reward(value: Any) -> float | None:
     return float(value)
 
 
-def _kind_of(error: Exception) -> str:
+def _kind_of(error: BaseException) -> str:
     if isinstance(error, _WorkflowFault):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

@@ -91,7 +91,7 @@ def _import(module_name: str, python_path: str | None) -> ModuleType:
     except ModuleNotFoundError as error:
         where = f" below {python_path}" if python_path else ""
         raise ConfigError(f"workflow.function: importing {module_name!r}{where}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"workflow.function: importing {module_name!r} failed with {type(error).__name__}: {error}"
         ) from error

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from model_runtime.alerts_config import AlertsConfig
-from model_runtime.evaluation import EvaluationDocument, comparable
+from model_runtime.evaluation import EvaluationDocument, comparable, difference
 from model_runtime.protocol import TrainerStatus
 from model_runtime.summary import mean_reward
 from tasks.reporting import announce
@@ -95,12 +95,14 @@ def tell_of_regression(
 def regression(
     document: EvaluationDocument, last: EvaluationDocument | None, *, drop: float | None
 ) -> str | None:
-    """How much worse than the one before an evaluation is, if that is worth telling."""
+    """How much worse than the one before an evaluation is, if that is worth telling: over the tasks both have
+    a reward of."""
     if drop is None or last is None or last.reward is None or document.reward is None:
         return None
     if any(_age(v) < _age(last.plan.versions.get(m)) for m, v in document.plan.versions.items()):
         return None  # somebody looks at older versions on purpose
-    fell = last.reward.mean - document.reward.mean
+    gain = difference(document.task_rewards, last.task_rewards)
+    fell = 0.0 if gain is None else -gain.mean
     if fell < drop:
         return None
     return f"mean reward {document.reward.mean:.3g}, {fell:.3g} below {last.plan.named_versions()}"

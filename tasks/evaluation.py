@@ -51,6 +51,7 @@ def markdown(document: EvaluationDocument, before: Sequence[EvaluationDocument])
     rows = [
         ("versions", [d.plan.named_versions() for _, d in columns]),
         ("workflow reward", [shown(d.reward) for _, d in columns]),
+        ("tasks with a reward", [_tasks(d) for _, d in columns]),
         ("now better by", ["–", *(_gain(document, d) for _, d in columns[1:])]),
         *((f"pass@{k}", [_number(d.pass_at.get(k)) for _, d in columns]) for k in passes),
         *((f"success of {a}", [_number(d.agent_success.get(a)) for _, d in columns]) for a in agents),
@@ -81,6 +82,11 @@ def _gain(now: EvaluationDocument, before: EvaluationDocument) -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
+
+
+def _tasks(document: EvaluationDocument) -> str:
+    rewarded = 0 if document.reward is None else document.reward.num_tasks
+    return f"{rewarded} of {max(rewarded, len(document.task_rewards))}"
 
 
 def _executions(document: EvaluationDocument) -> str:

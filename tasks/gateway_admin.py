@@ -33,10 +33,17 @@ class GatewayAdmin:
     """Status and desired state of one gateway, over one connection pool."""
 
     def __init__(
-        self, url: str, *, key: str | None = None, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        url: str,
+        *,
+        key: str | None = None,
+        run_id: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`key` None: from the environment."""
+        """`key` None: from the environment. `run_id` is for a URL out of a run's document, whose port may be
+        another run's by now: that one's gateway does not answer for this one."""
         self.url = url
+        self._run_id = run_id
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {key or admin_key()}"},
@@ -53,12 +60,15 @@ class GatewayAdmin:
             return False
 
     async def status(self) -> GatewayStatus | None:
-        """GET /admin/status; None while the gateway does not answer."""
+        """GET /admin/status; None while the run's gateway does not answer."""
         try:
             answer = await self._http.get("/admin/status")
-            return GatewayStatus.model_validate_json(answer.content) if answer.status_code == 200 else None
+            if answer.status_code != 200:
+                return None
+            status = GatewayStatus.model_validate_json(answer.content)
         except (httpx.HTTPError, ValidationError):
             return None
+        return status if self._run_id in (None, status.run_id) else None
 
     async def alive(self, role: RunRole, *, failed_models: Iterable[str] = ()) -> None:
         """POST /admin/alive. One that does not arrive is followed by another."""
@@ -88,14 +98,16 @@ class GatewayAdmin:
 
     async def hold(self, evaluation_id: str, request: HoldRequest) -> HoldAnswer:
         """PUT /admin/evaluations/…: keep versions in service for an evaluation. Raises ConflictError when
-        they can't be kept, BackendUnavailableError when the gateway does not answer."""
+        they can't be kept, BackendUnavailableError when the gateway does not answer, or has not heard of its
+        models yet."""
         try:
             answer = await self._http.put(
                 f"/admin/evaluations/{evaluation_id}", json=request.model_dump(mode="json")
             )
-            if answer.is_client_error or answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            if answer.is_client_error:
                 raise ConflictError(f"the gateway holds no versions: {_message(answer)}")
-            answer.raise_for_status()
+            if answer.is_server_error:
+                raise BackendUnavailableError(f"the gateway holds no versions yet: {_message(answer)}")
             return HoldAnswer.model_validate_json(answer.content)
         except (httpx.HTTPError, ValidationError) as error:
             raise BackendUnavailableError(f"the gateway at {self.url} did not answer: {error!r}") from error

@@ -35,11 +35,18 @@ class LiveHold:
     admin: GatewayAdmin
     evaluation_id: str
     versions: dict[str, int]
+    run_id: str
 
     def choices(self, config: RunConfig) -> list[ModelVersion]:
         """What is held, as an evaluation's plan is asked for."""
         trained = (m.model_id for m in config.trainable_models)
         return [ModelVersion(model_id=m, version=self.versions[m]) for m in trained]
+
+    async def hold(self, versions: dict[str, int]) -> dict[str, int]:
+        """Ask the gateway to hold these, and what it publishes of other models; what it holds. Raises as
+        GatewayAdmin.hold does."""
+        request = HoldRequest(ttl_s=HOLD_TTL_S, versions=versions, run_id=self.run_id)
+        return (await self.admin.hold(self.evaluation_id, request)).versions
 
     async def keep(self) -> None:
         """Renew until cancelled. Raises ConflictError once the versions are not in service any more."""
@@ -49,9 +56,8 @@ class LiveHold:
 
     async def renew(self) -> None:
         """Once. Raises ConflictError when the versions are not in service any more."""
-        request = HoldRequest(ttl_s=HOLD_TTL_S, versions=self.versions)
         try:
-            await self.admin.hold(self.evaluation_id, request)
+            await self.hold(self.versions)
         except BackendUnavailableError as error:  # it may be starting anew: sessions wait for it too
             log.warning("%s", error)
 
@@ -70,11 +76,10 @@ async def live_hold(
         yield None
         return
     named = {choice.model_id: choice.version for choice in wanted if isinstance(choice.version, int)}
-    hold = LiveHold(GatewayAdmin(document.gateway_url), uuid4().hex, {})
+    hold = LiveHold(GatewayAdmin(document.gateway_url), uuid4().hex, {}, layout.run_id)
     try:
         try:
-            request = HoldRequest(ttl_s=HOLD_TTL_S, versions=named)
-            hold.versions = (await hold.admin.hold(hold.evaluation_id, request)).versions
+            hold.versions = await hold.hold(named)
         except (ConflictError, BackendUnavailableError) as error:
             log.info("run %s is not evaluated while it trains: %s", layout.run_id, error)
             yield None

@@ -11,6 +11,7 @@ from uuid import UUID
 from prefect import task
 from prefect.artifacts import acreate_progress_artifact, aupdate_progress_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.exceptions import TerminationSignal
 
 from model_runtime.config import RunConfig, artifact_slug
 from model_runtime.store import Store
@@ -94,6 +95,7 @@ async def drive(
         mode=mode,
         progress=reporter.note,
         versions=versions,
+        stop_signals=(KeyboardInterrupt, TerminationSignal),
     )
     return await driver.run()
 

@@ -6,8 +6,9 @@ from fastapi import APIRouter, Depends, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
+from gateway.quoting import quoted
 from gateway.routes.access import gateway_of, require_admin
-from model_runtime.errors import InvalidRequestError
+from model_runtime.errors import ConflictError, InvalidRequestError
 from model_runtime.protocol import (
     DesiredRequest,
     GatewayStatus,
@@ -47,7 +48,10 @@ async def note_sign_of_life(request: Request, body: SignOfLife) -> SignOfLife:
 async def hold_versions(request: Request, evaluation_id: str, body: HoldRequest) -> HoldAnswer:
     """Keep one version of each model in service for an evaluation, beside those that training needs. One
     evaluation at a time; ask again before `ttl_s` is over."""
-    return gateway_of(request).holds.hold(evaluation_id, body)
+    gateway = gateway_of(request)
+    if body.run_id not in (None, gateway.run_id):
+        raise ConflictError(f"this gateway serves run {gateway.run_id!r}, not {quoted(body.run_id)}")
+    return gateway.holds.hold(evaluation_id, body)
 
 
 @control.delete("/admin/evaluations/{evaluation_id}", dependencies=[Depends(require_admin)])

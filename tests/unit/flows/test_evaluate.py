@@ -11,6 +11,7 @@ import pytest
 from model_runtime.adapters import write_version
 from model_runtime.config import RunConfig
 from model_runtime.coordinator import begin_run
+from model_runtime.errors import RunFailedError
 from model_runtime.evaluation import ModelVersion, read_evaluations
 from model_runtime.layout import RunLayout
 from model_runtime.store import open_store
@@ -39,6 +40,25 @@ def config(tmp_path: Path) -> RunConfig:
     return RunConfig.model_validate(raw)
 
 
+def report(**changes: Any) -> DriverReport:
+    """Two tasks, of which one is solved."""
+    given: dict[str, Any] = {
+        "mode": "eval",
+        "groups_total": 2,
+        "groups_opened": 2,
+        "groups_done_before": 0,
+        "ended": False,
+        "executions": {"finalized": 2},
+        "mean_reward": 0.5,
+        "agent_success": {},
+        "task_rewards": {"t1": [0.0], "t2": [1.0]},
+        "errors": {},
+        "num_calls": 2,
+        "duration_s": 1.0,
+    }
+    return DriverReport(**given | changes)
+
+
 @pytest.fixture
 def worked(monkeypatch: pytest.MonkeyPatch, config: RunConfig) -> list[str]:
     """Versions 0 to 4 are committed, a checkpoint at each but the first; which adapters were served."""
@@ -54,20 +74,7 @@ def worked(monkeypatch: pytest.MonkeyPatch, config: RunConfig) -> list[str]:
     async def run_frozen(frozen: RunConfig, work_id: str) -> DriverReport:
         path = frozen.model("a").adapter_path
         served.append("base" if path is None else Path(path).name)
-        return DriverReport(
-            mode="eval",
-            groups_total=2,
-            groups_opened=2,
-            groups_done_before=0,
-            ended=False,
-            executions={"finalized": 2},
-            mean_reward=0.5,
-            agent_success={},
-            task_rewards={"t1": [0.0], "t2": [1.0]},
-            errors={},
-            num_calls=2,
-            duration_s=1.0,
-        )
+        return report()
 
     async def show(*_: Any) -> None:
         return None
@@ -103,3 +110,33 @@ async def test_every_checkpoint_that_is_due_is_evaluated_and_none_twice(
     assert worked == ["v4", "v2"]
     assert await module._evaluate(config, "", []) == "run run-1: no checkpoint to evaluate"
     assert worked == ["v4", "v2"]
+
+
+async def test_a_task_that_no_execution_finished_is_not_solved_and_has_no_reward(
+    config: RunConfig, worked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def half(*_: Any) -> DriverReport:
+        executions = {"finalized": 1, "aborted": 1, "infra": 1}
+        rewards = {"t1": [1.0], "t2": [], "t3": []}
+        return report(executions=executions, task_rewards=rewards, task_unknown={"t3": 1})
+
+    monkeypatch.setattr(module, "run_frozen", half)
+    await module._evaluate(config, "", [])
+    (document,) = read_evaluations(open_store(config.store), LAYOUT)
+    assert document.pass_at == {1: 0.5}
+    assert document.reward is not None
+    assert (document.reward.mean, document.reward.num_tasks) == (1.0, 1)
+
+
+async def test_an_evaluation_that_came_to_no_end_is_not_kept_as_its_plan_s(
+    config: RunConfig, worked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken_off(*_: Any) -> DriverReport:
+        return report(executions={"finalized": 1, "unsettled": 1})
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "run_frozen", broken_off)
+        with pytest.raises(RunFailedError, match=r"came to no end \(1 finalized, 1 unsettled\)"):
+            await module._evaluate(config, "", [])
+    assert read_evaluations(open_store(config.store), LAYOUT) == []
+    assert await module._evaluate(config, "", []) == "a v4: 0.50 (-0.48 to 1.48)"

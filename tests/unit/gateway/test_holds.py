@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway_harness import GatewayHarness, live_gateway, make_config
+from tests.gateway_harness import RUN_ID, GatewayHarness, live_gateway, make_config
 
 HELD = {"plan": 3, "solve": 5}
 
@@ -70,6 +70,14 @@ def test_what_an_evaluation_samples_is_recorded_apart(serving: GatewayHarness) -
     rows = [r for r in serving.rows("plan", evaluation=True) if r.member.group_id == "task-apart"]
     assert [row.policy_version for row in rows] == [3]
     assert serving.rows("plan") == []
+
+
+def test_versions_of_another_run_are_not_held(serving: GatewayHarness) -> None:
+    refused = hold(serving, run_id="another")
+    assert refused.status_code == 409
+    message = refused.json()["error"]["message"]
+    assert message == f"this gateway serves run '{RUN_ID}', not 'another'"
+    assert hold(serving, run_id=RUN_ID).json()["versions"] == HELD
 
 
 def test_one_evaluation_at_a_time(serving: GatewayHarness) -> None:

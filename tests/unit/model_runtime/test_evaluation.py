@@ -86,6 +86,26 @@ def test_pass_rates_count_samples_without_a_reward_as_not_solved() -> None:
     assert list(pass_rates({"t": [0.0] * 6}, samples_per_task=6, success_reward=1.0)) == [1, 2, 4, 6]
 
 
+def test_pass_rates_are_means_over_all_tasks_those_without_any_reward_too() -> None:
+    rewards = {"t0": [1.0, 1.0], "t1": [], "t2": [], "t3": []}
+    rates = pass_rates(rewards, samples_per_task=2, success_reward=1.0)
+    assert rates == {1: pytest.approx(0.25), 2: pytest.approx(0.25)}
+    assert pass_rates({"t": []}, samples_per_task=1, success_reward=1.0) == {1: 0.0}
+    assert pass_rates({}, samples_per_task=1, success_reward=1.0) == {}
+
+
+def test_samples_the_infrastructure_lost_were_not_drawn_for_pass_rates() -> None:
+    rewards = {"t0": [1.0, 0.0, 0.0], "t1": [1.0, 0.0, 0.0, 0.0], "t2": []}
+    rates = pass_rates(
+        rewards, samples_per_task=4, success_reward=1.0, unknown={"t0": 1, "t2": 4, "elsewhere": 1}
+    )
+    assert rates[1] == pytest.approx((1 / 3 + 1 / 4) / 2)
+    assert rates[2] == pytest.approx((2 / 3 + 1 / 2) / 2)
+    assert rates[4] == 1.0, "t1 alone was drawn four times"
+    lost = pass_rates({"t": [1.0]}, samples_per_task=2, success_reward=1.0, unknown={"t": 1})
+    assert lost == {1: 1.0}
+
+
 def test_the_interval_is_over_tasks_not_over_their_samples() -> None:
     once = estimate({"t0": [0.0], "t1": [1.0], "t2": [1.0], "t3": [0.0]})
     often = estimate({"t0": [0.0] * 9, "t1": [1.0] * 9, "t2": [1.0] * 9, "t3": [0.0] * 9})
@@ -170,6 +190,23 @@ def test_the_frozen_config_serves_each_version_s_own_adapter(local_store: Store,
     assert frozen.model("b").adapter_path is None
     assert frozen.model("judge").adapter_path == "/judge-adapter"
     assert RunConfig.model_validate(frozen.model_dump(mode="json")) == frozen
+
+
+def test_an_evaluation_that_broke_off_is_begun_again_where_adapters_and_models_lie_elsewhere(
+    local_store: Store, tmp_path: Path
+) -> None:
+    commit(local_store, "a", 0, 1)
+    commit(local_store, "b", 0)
+    settings = config(tmp_path)
+    plan = make_plan(local_store, settings, run_id="run-1", wanted=[])
+    work = RunLayout(LAYOUT.evaluation_run(plan.evaluation_id))
+    begin_run(local_store, work, frozen_config(local_store, settings, plan, tmp_path / "one home"), epoch=1)
+    models = [m.model_copy(update={"model_path": f"/mnt{m.model_path}"}) for m in settings.models]
+    elsewhere = settings.multi_model.model_copy(update={"models": models})
+    moved = settings.model_copy(update={"multi_model": elsewhere})
+    again = frozen_config(local_store, moved, plan, tmp_path / "another home")
+    assert again.model("a").adapter_path == str(tmp_path / "another home/a/v1")
+    assert begin_run(local_store, work, again, epoch=2).epoch == 2
 
 
 def test_the_newest_run_is_that_of_the_config_and_no_evaluation(local_store: Store, tmp_path: Path) -> None:

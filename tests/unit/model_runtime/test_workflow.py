@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -59,6 +60,7 @@ def drive(gateway: FakeGateway, store: Store, tmp_path: Path, monkeypatch: pytes
         mode: Any = "train",
         progress: Any = None,
         evaluation: EvaluationConfig | None = None,
+        stop_signals: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
         **settings: Any,
     ) -> DriverReport:
         config = make_config(tmp_path, num_tasks=num_tasks, **settings)
@@ -71,6 +73,7 @@ def drive(gateway: FakeGateway, store: Store, tmp_path: Path, monkeypatch: pytes
             mode=mode,
             progress=progress,
             workflow=workflow,
+            stop_signals=stop_signals,
         )
         return await driver.run()
 
@@ -213,6 +216,31 @@ async def test_samples_of_an_evaluation_have_seeds_of_their_own_and_rewards_by_t
     assert seen[-1].groups_total == sum(seen[-1].executions.values()) == 6
 
 
+async def test_an_evaluation_reports_every_task_and_what_the_infrastructure_lost_of_it(
+    drive: Drive, gateway: FakeGateway
+) -> None:
+    async def work(task: dict[str, Any], session: WorkflowSession) -> float:
+        if task["n"] == 1:
+            raise ValueError("the answer can't be read")
+        if task["n"] == 2 and session.member.member_index == 0:
+            gateway.chat_errors = [BackendUnavailableError("the replica is gone")]
+        return await ask_planner(task, session)
+
+    report = await drive(
+        work,
+        num_tasks=3,
+        mode="eval",
+        evaluation=EvaluationConfig(samples_per_task=2, temperature=0.7),
+        max_attempts=2,
+        max_concurrent_executions=1,
+    )
+    assert report.executions == {"finalized": 3, "aborted": 2, "retried": 1, "infra": 1}
+    assert report.num_executions == 6
+    by_task = {group.split("-")[2]: rewards for group, rewards in report.task_rewards.items()}
+    assert by_task == {"t0": [1.0, 1.0], "t1": [], "t2": [1.0]}
+    assert [(group.split("-")[2], n) for group, n in report.task_unknown.items()] == [("t2", 1)]
+
+
 async def test_progress_is_reported_after_every_execution(drive: Drive) -> None:
     seen: list[DriverProgress] = []
     await drive(ask_planner, num_tasks=2, progress=seen.append)
@@ -313,6 +341,79 @@ async def test_a_timeout_of_the_workflow_s_own_is_its_own_failure(drive: Drive, 
         return 1.0
 
     assert (await drive(work, num_tasks=1)).executions == {"aborted": 4}
+
+
+async def await_what_it_cancelled() -> None:
+    inner = asyncio.create_task(asyncio.sleep(60))
+    await asyncio.sleep(0)
+    inner.cancel()
+    await inner
+
+
+async def leave() -> None:
+    sys.exit(3)
+
+
+async def raise_no_exception() -> None:
+    raise LibraryPanicked("index out of bounds")
+
+
+async def raise_it_in_a_task_group() -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(raise_no_exception())
+
+
+class LibraryPanicked(BaseException):
+    """As extensions in Rust raise it."""
+
+
+class ToldToStop(BaseException):
+    """What a handler of SIGTERM raises."""
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (await_what_it_cancelled, "CancelledError"),
+        (leave, "SystemExit: 3"),
+        (raise_no_exception, "LibraryPanicked: index out of bounds"),
+        (raise_it_in_a_task_group, "BaseExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)"),
+    ],
+)
+async def test_a_workflow_that_cancels_itself_or_calls_exit_aborts_its_execution_and_no_other(
+    drive: Drive, gateway: FakeGateway, broken: Callable[[], Awaitable[None]], reason: str
+) -> None:
+    async def work(task: dict[str, Any], session: WorkflowSession) -> float:
+        if session.member.member_index % 2:
+            await broken()
+        return 1.0
+
+    report = await drive(work, num_tasks=2)
+    assert report.executions == {"finalized": 4, "aborted": 4}
+    assert sum(report.errors.values()) == 4
+    assert {s.reason for s in gateway.settled("aborted")} == {reason}
+
+
+@pytest.mark.parametrize("in_a_task_group", [False, True])
+async def test_a_signal_that_strikes_in_a_workflow_ends_the_driver_and_frees_the_other_members(
+    drive: Drive, gateway: FakeGateway, in_a_task_group: bool
+) -> None:
+    async def told() -> None:
+        raise ToldToStop
+
+    async def work(task: dict[str, Any], session: WorkflowSession) -> float:
+        if session.member.member_index < 3:
+            await asyncio.sleep(60)
+        if not in_a_task_group:
+            await told()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(told())
+        return 1.0
+
+    with pytest.raises(ToldToStop):
+        await drive(work, num_tasks=1, stop_signals=(KeyboardInterrupt, ToldToStop))
+    assert gateway.statuses == {"retried": 3}
+    assert {s.reason for s in gateway.settled("retried")} == {"the driver was stopped"}
 
 
 # ---------------------------------------------------------------- infrastructure that fails

@@ -115,6 +115,7 @@ def test_modules_of_one_name_in_two_folders_are_told_apart(tmp_path: Path) -> No
         ("import absent_library_x\n", "w5:run", "No module named 'absent_library_x'"),
         ("1 / 0\n", "w6:run", "failed with ZeroDivisionError: division by zero"),
         ("def broken(:\n", "w7:run", "failed with SyntaxError"),
+        ("raise SystemExit(2)\n", "w8:run", "failed with SystemExit: 2"),
     ],
 )
 def test_a_workflow_that_can_t_be_used_says_why(

@@ -128,6 +128,7 @@ def document(reward: float, **versions: int | None) -> EvaluationDocument:
         plan=plan,
         executions={"finalized": 1},
         reward=estimate({"t": [reward]}),
+        task_rewards={"t": [reward]},
         created_at=float(versions["a"] or 0),
         duration_s=1,
     )
@@ -141,6 +142,17 @@ def test_a_worse_evaluation_of_newer_versions_is_told_for_each_model(told: Told)
         ("evaluation.regressed", "b"),
     ]
     assert told[0][1]["reason"] == "mean reward 0.5, 0.3 below a v4, b v5"
+
+
+def test_an_evaluation_is_held_against_the_one_before_over_the_tasks_both_have_a_reward_of() -> None:
+    def of(version: int, **rewards: list[float]) -> EvaluationDocument:
+        found = {"reward": estimate(rewards), "task_rewards": rewards}
+        return document(0.0, a=version).model_copy(update=found)
+
+    before = of(4, easy=[1.0], hard=[])
+    assert regression(of(5, easy=[1.0], hard=[0.0]), before, drop=0.1) is None, "nothing fell"
+    assert regression(of(5, easy=[0.8], hard=[1.0]), before, drop=0.1) is not None
+    assert regression(of(5, hard=[0.0]), before, drop=0.1) is None
 
 
 @pytest.mark.parametrize(

@@ -40,5 +40,11 @@ def test_the_page_compares_with_the_evaluation_before_and_with_base() -> None:
     assert "| executions | 1 aborted, 36 finalized |" in page
 
 
+def test_the_page_says_of_how_many_tasks_there_is_a_reward() -> None:
+    some = evaluated(12, 0.81, task_rewards={f"t{n}": [] if n > 8 else [0.81] for n in range(12)})
+    none = evaluated(7, None, task_rewards={"t0": [], "t1": []})
+    assert "| tasks with a reward | 9 of 12 | 0 of 2 |" in markdown(some, [none, some])
+
+
 def test_the_first_evaluation_stands_alone() -> None:
     assert "| | now |\n|---|---|" in markdown(evaluated(0, 0.4), [])

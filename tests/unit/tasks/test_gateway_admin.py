@@ -29,6 +29,16 @@ async def test_an_answer_that_is_no_status_is_none(answer: httpx.Response) -> No
     assert await admin(lambda request: answer).status() is None
 
 
+async def test_another_run_s_gateway_at_the_address_is_not_taken_for_the_run_s_own() -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=STATUS.model_dump_json()))
+
+    def of(run_id: str) -> GatewayAdmin:
+        return GatewayAdmin("http://gateway", key="k" * 20, run_id=run_id, transport=transport)
+
+    assert await of("r").status() == STATUS
+    assert await of("another").status() is None
+
+
 async def test_a_gateway_that_is_away_is_not_healthy() -> None:
     def refuse(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")

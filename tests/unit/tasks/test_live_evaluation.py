@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from model_runtime.config import RunConfig, StoreConfig
@@ -16,6 +17,7 @@ from model_runtime.evaluation import ModelVersion
 from model_runtime.layout import RunLayout
 from model_runtime.store import open_store
 from tasks import live_evaluation
+from tasks.gateway_admin import GatewayAdmin
 from tasks.live_evaluation import LiveHold, evaluate_live, live_hold
 from tasks.rollout import drive
 from tests.gateway_harness import ADMIN_KEY, RUN_ID, GatewayHarness, live_gateway, make_config
@@ -115,6 +117,44 @@ async def test_a_run_that_is_over_is_not_live(live: GatewayHarness, config: RunC
         assert hold is None
 
 
+async def test_a_dead_run_is_not_evaluated_by_another_run_s_gateway_at_its_address(
+    live: GatewayHarness, config: RunConfig
+) -> None:
+    dead = RunLayout("whose-parent-was-killed")
+    begin_run(live.store, dead, config, epoch=1)
+    update_run(live.store, dead, epoch=1, gateway_url=live.url)
+    async with live_hold(live.store, dead, config, []) as hold:
+        assert hold is None
+    assert live.gateway.holds.versions == {}
+
+
+async def test_an_evaluation_ends_when_another_run_s_gateway_has_the_address(
+    live: GatewayHarness, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_evaluation, "RENEW_EVERY_S", 0.01)
+    async with live_hold(live.store, LAYOUT, config, []) as hold:
+        assert hold is not None
+        monkeypatch.setattr(live.gateway, "run_id", "another")
+        with pytest.raises(ConflictError, match="this gateway serves run 'another'"):
+            await asyncio.wait_for(hold.keep(), 10)
+
+
+async def test_an_evaluation_outlasts_a_gateway_that_has_not_heard_of_its_models_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_evaluation, "RENEW_EVERY_S", 0.01)
+    message = "model 'plan' is not ready: it has no published version yet"
+    not_ready = httpx.Response(503, json={"error": {"message": message, "code": "model_not_ready"}})
+    held = httpx.Response(200, json={"evaluation_id": "e", "versions": {"plan": 3}})
+    gone = httpx.Response(409, json={"error": {"message": "version 3 is not in service"}})
+    answers = iter([not_ready, not_ready, held, gone])
+    transport = httpx.MockTransport(lambda request: next(answers))
+    hold = LiveHold(GatewayAdmin("http://g", key="k", transport=transport), "e", {"plan": 3}, RUN_ID)
+    with pytest.raises(ConflictError, match="version 3 is not in service"):
+        await asyncio.wait_for(hold.keep(), 10)
+    assert next(answers, None) is None
+
+
 async def test_a_gateway_that_is_gone_or_has_another_key_is_not_waited_for(
     live: GatewayHarness, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +164,17 @@ async def test_a_gateway_that_is_gone_or_has_another_key_is_not_waited_for(
     update_run(live.store, LAYOUT, epoch=1, gateway_url="http://127.0.0.1:9")
     async with live_hold(live.store, LAYOUT, config, []) as hold:
         assert hold is None
+
+
+async def test_members_wait_until_a_gateway_that_lost_the_hold_has_it_again(
+    live: GatewayHarness, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_evaluation, "RENEW_EVERY_S", 0.1)
+    async with live_hold(live.store, LAYOUT, config, []) as hold:
+        assert hold is not None
+        live.gateway.holds.release(hold.evaluation_id)  # what a restart of the gateway loses
+        report = await evaluate_live(hold, config, run_id=RUN_ID, store=live.store)
+    assert report.executions == {"finalized": 2}
 
 
 async def test_an_evaluation_whose_versions_left_service_fails_and_says_so(
