@@ -10,6 +10,7 @@ from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled
 
 from model_runtime.config import RunConfig
+from model_runtime.errors import SupersededError
 from model_runtime.layout import RunLayout
 from model_runtime.own_address import place_servers
 from model_runtime.patient_store import open_patient_store
@@ -99,7 +100,10 @@ async def _train_and_publish(
     recorded = core.checkpoint_step
     version = await first_version(core)
     while version is not None:
-        await narrator.run(publish, core, version)
+        try:
+            await narrator.run(publish, core, version)
+        except SupersededError:
+            return  # whoever serves next is told why
         version = await next_version(narrator, core, target=version + 1)
         if core.checkpoint_step is not None and core.checkpoint_step != recorded:
             recorded = core.checkpoint_step

@@ -185,7 +185,9 @@ class ModelAsyncRuntime:
         self._state_changed()
         began, error = time.time(), "interrupted"
         try:
-            report = await self._unless_failed(self.parameter_synchronizer.publish(version, columns=columns))
+            report = await self._unless_failed(
+                self.parameter_synchronizer.publish(version, columns=columns), or_superseded=True
+            )
             error = ""
             return report
         finally:
@@ -403,20 +405,22 @@ class ModelAsyncRuntime:
         self._failure = self._failure or error
         self._state_changed()
 
-    async def _unless_failed(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """The result of `work`, or the failure of this runtime's background, whichever is first."""
+    async def _unless_failed(self, work: Coroutine[Any, Any, _T], *, or_superseded: bool = False) -> _T:
+        """The result of `work`, or the failure of this runtime's background, whichever is first. With
+        `or_superseded` a newer life of the model ends it too: raises SupersededError."""
         working = asyncio.create_task(work)
-        failing = asyncio.create_task(self._wait_for_failure())
+        failing = asyncio.create_task(self._wait_for_failure(or_superseded))
         try:
             await asyncio.wait({working, failing}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 self._raise_failure()
+                raise SupersededError(self.stop_reason or "")
             return working.result()
         finally:
             await _cancelled(working, failing)
 
-    async def _wait_for_failure(self) -> None:
-        while self._failure is None:
+    async def _wait_for_failure(self, or_superseded: bool) -> None:
+        while self._failure is None and not (or_superseded and self.registrar.superseded):
             await self._changed.wait()
 
     def _raise_failure(self) -> None:

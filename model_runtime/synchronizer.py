@@ -40,7 +40,7 @@ from model_runtime.errors import (
 from model_runtime.layout import ModelLayout, number_in, served_name
 from model_runtime.llm_client import LLMServerClient
 from model_runtime.store import Store
-from model_runtime.versions import VersionTracker
+from model_runtime.versions import Changed, VersionTracker
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class ParameterSynchronizer:
         self._holdings: dict[str, _Holding] = {}
         self._documents: dict[int, VersionDocument] = {}
         self._inflight: Mapping[int, int] | None = None
-        self._idle_dropped = asyncio.Condition(self._lock)
+        self._idle_dropped = Changed()
         self._reported: int | None = None
         self._restoring: set[asyncio.Task[None]] = set()
         self.base_served = model.kind == "frozen" and model.adapter_path is None
@@ -166,29 +166,30 @@ class ParameterSynchronizer:
         before it keeps serving and the call may be repeated.
         """
         clock = _Clock()
-        async with self._lock:
-            if version == self._reported:
-                return PublishReport(
-                    version=version, step=0, timings_s=clock.done(), replicas=self._serving(version)
-                )
-            if self._versions.published is not None and version < self._versions.published:
-                raise PublishError(
-                    f"{self._name(version)}: v{self._versions.published} is published; versions only rise"
-                )
-            try:
-                report = await self._publish(version, clock)
-            except PublishError as error:
-                await self._note(
-                    {
-                        "version": version,
-                        "error": str(error),
-                        **_columns(clock.done()),
-                        **columns,
-                        "at": time.time(),
-                    }
-                )
-                raise
-            self._reported = version
+        if version == self._reported:
+            return PublishReport(
+                version=version, step=0, timings_s=clock.done(), replicas=self._serving(version)
+            )
+        if self._versions.published is not None and version < self._versions.published:
+            raise PublishError(
+                f"{self._name(version)}: v{self._versions.published} is published; versions only rise"
+            )
+        try:
+            document = await self._prepare(version, clock)
+            async with self._lock:
+                report = await self._publish(version, document, clock)
+                self._reported = version
+        except PublishError as error:
+            await self._note(
+                {
+                    "version": version,
+                    "error": str(error),
+                    **_columns(clock.done()),
+                    **columns,
+                    "at": time.time(),
+                }
+            )
+            raise
         await self._note({**report.as_row(), **columns})
         return report
 
@@ -209,7 +210,7 @@ class ParameterSynchronizer:
         if not self._lock.locked():  # a publish under way does it itself, or the next answer brings it back
             async with self._lock:
                 await self._drop_idle()
-                self._idle_dropped.notify_all()
+            self._idle_dropped.notify()
 
     def serves(self, replica: Replica, version: int) -> bool:
         """Whether this life of the replica has the version loaded and verified."""
@@ -225,7 +226,9 @@ class ParameterSynchronizer:
 
     # ------------------------------------------------------------------ publish, phase by phase
 
-    async def _publish(self, version: int, clock: _Clock) -> PublishReport:
+    async def _prepare(self, version: int, clock: _Clock) -> VersionDocument | None:
+        """Without the lock: servers that come back meanwhile are restored, and who cancels this waits for
+        none of them."""
         async with _limited(self._limits.fetch_s, f"{self._name(version)}: fetching it"):
             document = await self._fetch(version)
         clock.lap("fetch")
@@ -234,6 +237,9 @@ class ParameterSynchronizer:
         ):
             await self._make_room(version)
         clock.lap("room")
+        return document
+
+    async def _publish(self, version: int, document: VersionDocument | None, clock: _Clock) -> PublishReport:
         if self._before_load is not None:
             await self._before_load(version)
             clock.lap("delay")
@@ -275,9 +281,10 @@ class ParameterSynchronizer:
 
     async def _make_room(self, version: int) -> None:
         """Wait until a server can hold one version more. What is in flight is never evicted: its requests
-        would go on with another version's weights. A server that comes back meanwhile is restored."""
+        would go on with another version's weights."""
         while version not in self._versions.live and len(self._versions.live) >= self._max_live:
-            await self._drop_idle()
+            async with self._lock:
+                await self._drop_idle()
             if len(self._versions.live) >= self._max_live:
                 await self._idle_dropped.wait()
 

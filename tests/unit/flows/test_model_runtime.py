@@ -12,7 +12,7 @@ from prefect.client.schemas.objects import State
 from flows import model_runtime as module
 from flows.model_runtime import live
 from model_runtime.config import RunConfig
-from model_runtime.errors import TrainerError
+from model_runtime.errors import SupersededError, TrainerError
 from tasks.narrator import Narrator
 
 CONFIG = RunConfig.model_validate(
@@ -124,6 +124,18 @@ async def test_a_failure_is_announced_and_closes_the_runtime(story: list[str]) -
     assert runtime.log[-1] == "closed"
     assert "model.failed a" in story
     assert "finished" not in story
+
+
+async def test_a_model_with_a_newer_life_ends_with_the_reason_and_has_not_failed(story: list[str]) -> None:
+    runtime = FakeRuntime()
+
+    async def superseded(version: int, **columns: object) -> None:
+        raise SupersededError("epoch 2 leads")
+
+    runtime.publish = superseded  # type: ignore[method-assign]
+    assert await live(runtime, CONFIG) == "the run is over"  # type: ignore[arg-type]
+    assert runtime.log == ["server", "trainer", "serve", "closed"]
+    assert story == ["finished"]
 
 
 async def test_a_cancelled_model_closes_its_runtime_and_announces_nothing(story: list[str]) -> None:

@@ -19,7 +19,13 @@ from model_runtime.config import RunConfig, StoreConfig
 from model_runtime.config_file import parse_config
 from model_runtime.coordinator import claim_epoch, write_desired
 from model_runtime.documents import TokenizerDocument
-from model_runtime.errors import ConfigError, PublishError, RolloutServerError, TrainerError
+from model_runtime.errors import (
+    ConfigError,
+    PublishError,
+    RolloutServerError,
+    SupersededError,
+    TrainerError,
+)
 from model_runtime.layout import RunLayout
 from model_runtime.metrics import read_metrics
 from model_runtime.protocol import ADMIN_KEY_ENV, RenewalAnswer, RuntimeStatus
@@ -341,6 +347,21 @@ async def test_a_superseded_trainer_stops_the_model_and_does_not_fail_it(setup: 
         (setup.mailbox / "supersede").write_text("")
         assert "epoch 9 leads" in await asyncio.wait_for(runtime.serve_until_stopped(), 10)
         assert runtime.status == "starting"
+
+
+async def test_a_newer_life_of_the_model_ends_a_publish_that_waits_for_a_slot(setup: Setup) -> None:
+    async with setup.started(rollout={"max_live_versions": 2}) as runtime:
+        runtime.parameter_synchronizer._limits = SyncLimits(room_s=60)
+        answer_with(setup.gateway, inflight_versions={"0": 1, "1": 1})
+        (setup.mailbox / "versions").write_text("3")
+        for _ in range(2):
+            await runtime.publish(await runtime.next_version() or 0)
+        publishing = asyncio.create_task(runtime.publish(await runtime.next_version() or 0))
+        await asyncio.sleep(0.2)
+        assert not publishing.done()
+        answer_with(setup.gateway, superseded=True)
+        with pytest.raises(SupersededError, match="superseded"):
+            await asyncio.wait_for(publishing, 15)
 
 
 async def test_a_silent_gateway_fails_the_flip_and_the_publish_can_be_repeated(setup: Setup) -> None:

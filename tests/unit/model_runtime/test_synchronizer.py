@@ -524,6 +524,27 @@ async def test_a_server_that_comes_back_is_restored_while_a_publish_waits_for_a_
     assert bench.served(1) == ["m@v1", "m@v2", "m@v3"]
 
 
+async def test_a_publish_that_waits_for_a_slot_is_cancelled_at_once_though_a_server_is_being_restored(
+    local_store: Store, tmp_path: Path
+) -> None:
+    limits = replace(LIMITS, room_s=60, load_s=60, attempt_s=60)
+    bench = Bench(local_store, tmp_path / "adapters", [FakeReplica("m-0"), FakeReplica("m-1")], limits=limits)
+    for version in (0, 1, 2):
+        await bench.publish(version)
+        await bench.synchronizer.unload_idle({0: 1, 1: 1})
+    publishing = asyncio.create_task(bench.publish(3))
+    await asyncio.sleep(0.05)
+    bench.replicas[1].restart()
+    bench.replicas[1].client.load_s = 60
+    restoring = asyncio.create_task(bench.synchronizer.restore(bench.replicas[1]))
+    await asyncio.sleep(0.05)
+    publishing.cancel()
+    await asyncio.wait({publishing}, timeout=10)
+    assert publishing.cancelled()
+    restoring.cancel()
+    await asyncio.gather(restoring, return_exceptions=True)
+
+
 async def test_a_publish_without_a_slot_gives_up_and_evicts_nothing_in_flight(bench: Bench) -> None:
     for version in (0, 1, 2):
         await bench.publish(version)
