@@ -60,7 +60,9 @@ class _Told:
     async def tell(self, client: PrefectClient) -> None:
         """Telling again what was told already, because its answer was lost, changes nothing."""
         while self.states:
-            state = _encodable(_dated(self.states[0]))
+            state = _dated(self.states[0])
+            if state.message is not None:
+                state = state.model_copy(update={"message": _encodable(state.message)})
             if self.created:
                 await client.set_task_run_state(self.run.id, state, force=True)
             else:
@@ -121,7 +123,7 @@ class Narrator:
         template = task.task_run_name
         run = TaskRun(
             id=uuid4(),
-            name=template.format(**given.arguments) if isinstance(template, str) else task.name,
+            name=_encodable(template.format(**given.arguments)) if isinstance(template, str) else task.name,
             flow_run_id=self._flow_run_id,
             task_key=task.task_key,
             dynamic_key=uuid4().hex,
@@ -175,8 +177,8 @@ class Narrator:
     async def _tell_of(self, told: _Told, client: PrefectClient) -> None:
         try:
             await told.tell(client)
-        except (PrefectHTTPStatusError, UnicodeEncodeError) as error:
-            if isinstance(error, PrefectHTTPStatusError) and may_pass(error):
+        except PrefectHTTPStatusError as error:
+            if may_pass(error):
                 raise
             log.warning("Prefect refused the task %s: %s", told.run.name, error)
             told.refused = True
@@ -206,12 +208,9 @@ def _dated(state: State[Any]) -> State[Any]:
     return state.model_copy(update={"message": f"{state.message}; {when}" if state.message else when})
 
 
-def _encodable(state: State[Any]) -> State[Any]:
-    """With what UTF-8 does not know, as file names may hold it, written out in its message."""
-    if state.message is None:
-        return state
-    message = state.message.encode(errors="backslashreplace").decode()
-    return state.model_copy(update={"message": message})
+def _encodable(text: str) -> str:
+    """With what UTF-8 does not know, as file names may hold it, written out."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _retry_delays_s(task: Task[..., Any]) -> Iterator[float]:
