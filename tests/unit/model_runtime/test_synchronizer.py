@@ -493,10 +493,15 @@ async def test_counts_from_before_a_flip_unload_nothing_after_it(bench: Bench) -
     assert bench.versions.live == [0, 1]
 
 
-async def test_a_publish_waits_for_a_slot_until_an_old_version_is_idle(bench: Bench) -> None:
+async def fill_up(bench: Bench) -> None:
+    """Three versions are live, the older two in use: there is no slot for a fourth."""
     for version in (0, 1, 2):
         await bench.publish(version)
         await bench.synchronizer.unload_idle({0: 1, 1: 1})
+
+
+async def test_a_publish_waits_for_a_slot_until_an_old_version_is_idle(bench: Bench) -> None:
+    await fill_up(bench)
     publishing = asyncio.create_task(bench.publish(3))
     await asyncio.sleep(0.05)
     assert "load m@v3" not in bench.replicas[0].client.log
@@ -510,9 +515,7 @@ async def test_a_server_that_comes_back_is_restored_while_a_publish_waits_for_a_
 ) -> None:
     limits = replace(LIMITS, room_s=30)
     bench = Bench(local_store, tmp_path / "adapters", [FakeReplica("m-0"), FakeReplica("m-1")], limits=limits)
-    for version in (0, 1, 2):
-        await bench.publish(version)
-        await bench.synchronizer.unload_idle({0: 1, 1: 1})
+    await fill_up(bench)
     publishing = asyncio.create_task(bench.publish(3))
     await asyncio.sleep(0.05)
     bench.replicas[1].restart()
@@ -529,9 +532,7 @@ async def test_a_publish_that_waits_for_a_slot_is_cancelled_at_once_though_a_ser
 ) -> None:
     limits = replace(LIMITS, room_s=60, load_s=60, attempt_s=60)
     bench = Bench(local_store, tmp_path / "adapters", [FakeReplica("m-0"), FakeReplica("m-1")], limits=limits)
-    for version in (0, 1, 2):
-        await bench.publish(version)
-        await bench.synchronizer.unload_idle({0: 1, 1: 1})
+    await fill_up(bench)
     publishing = asyncio.create_task(bench.publish(3))
     await asyncio.sleep(0.05)
     bench.replicas[1].restart()
@@ -546,9 +547,7 @@ async def test_a_publish_that_waits_for_a_slot_is_cancelled_at_once_though_a_ser
 
 
 async def test_a_publish_without_a_slot_gives_up_and_evicts_nothing_in_flight(bench: Bench) -> None:
-    for version in (0, 1, 2):
-        await bench.publish(version)
-        await bench.synchronizer.unload_idle({0: 1, 1: 1})
+    await fill_up(bench)
     with pytest.raises(PublishError, match=r"m@v3: waiting for older versions to leave took longer than"):
         await bench.publish(3)
     assert bench.served() == ["m@v0", "m@v1", "m@v2"]
