@@ -145,7 +145,8 @@ class ParameterSynchronizer:
         self._limits = limits
         self._before_load = before_load
         self._on_change = on_change
-        self._lock = asyncio.Lock()
+        self._turn = asyncio.Lock()  # of one publish, from first to last
+        self._lock = asyncio.Lock()  # of whoever changes what servers hold
         self._holdings: dict[str, _Holding] = {}
         self._documents: dict[int, VersionDocument] = {}
         self._inflight: Mapping[int, int] | None = None
@@ -165,6 +166,10 @@ class ParameterSynchronizer:
         Raises PublishError (or StoreError, CorruptObjectError when the version can't be read); the version
         before it keeps serving and the call may be repeated.
         """
+        async with self._turn:
+            return await self._publish_in_turn(version, columns)
+
+    async def _publish_in_turn(self, version: int, columns: Mapping[str, object]) -> PublishReport:
         clock = _Clock()
         if version == self._reported:
             return PublishReport(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from model_runtime import adapters
 from model_runtime.adapters import AdapterFiles, write_version
 from model_runtime.config import ModelConfig
+from model_runtime.documents import VersionDocument
 from model_runtime.errors import (
     AdapterLoadError,
     CanaryMismatchError,
@@ -19,7 +22,7 @@ from model_runtime.errors import (
     PublishError,
     StoreUnavailableError,
 )
-from model_runtime.layout import RunLayout
+from model_runtime.layout import ModelLayout, RunLayout
 from model_runtime.store import Store
 from model_runtime.synchronizer import ParameterSynchronizer, SyncLimits
 from model_runtime.versions import VersionTracker
@@ -508,6 +511,29 @@ async def test_a_publish_waits_for_a_slot_until_an_old_version_is_idle(bench: Be
     await bench.synchronizer.unload_idle({1: 1})
     await publishing
     assert bench.versions.live == [1, 2, 3]
+
+
+async def test_a_later_publish_does_not_pass_one_whose_adapter_takes_longer_to_fetch(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.publish(0)
+    read = adapters.read_version
+
+    def slow_for_the_first(store: Store, layout: ModelLayout, version: int, folder: Path) -> VersionDocument:
+        if version == 1:
+            time.sleep(0.3)
+        return read(store, layout, version, folder)
+
+    monkeypatch.setattr(adapters, "read_version", slow_for_the_first)
+    publishing = [asyncio.create_task(bench.publish(version)) for version in (1, 2)]
+    reports = await asyncio.wait_for(asyncio.gather(*publishing), 10)
+    assert [report.version for report in reports] == [1, 2]
+    assert [line for line in bench.replicas[0].client.log if line.startswith("load m@v")] == [
+        "load m@v0",
+        "load m@v1",
+        "load m@v2",
+    ]
+    assert bench.versions.published == 2
 
 
 async def test_a_server_that_comes_back_is_restored_while_a_publish_waits_for_a_slot(
