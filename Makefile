@@ -3,6 +3,9 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 # More threads than free cores make vLLM and torch many times slower.
 export OMP_NUM_THREADS ?= 1
+# Examples and tests run on the CPU, for which a machine with a GPU needs the CPU build of vLLM too.
+run test test-all bench doctor chaos chaos-matrix: export REPERTORY_DEVICE ?= cpu
+gpu-check: export REPERTORY_DEVICE ?= cuda
 
 .PHONY: help install run test test-all lint format type bench doctor gpu-check chaos chaos-matrix docs clean
 

@@ -69,3 +69,31 @@ def test_a_changed_project_is_installed_into_the_same_environments(installer: In
 def test_another_device_gets_environments_without_the_builds_of_the_one_before(installer: Installer) -> None:
     installer.install("cpu")
     assert made(installer.install("cuda")) == BOTH
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "device"),
+    [
+        ("run", {}, "cpu"),
+        ("test", {}, "cpu"),
+        ("doctor", {}, "cpu"),
+        ("gpu-check", {}, "cuda"),
+        ("install", {}, "what the machine has"),
+        ("run", {"REPERTORY_DEVICE": "cuda"}, "cuda"),
+    ],
+)
+def test_what_runs_on_the_cpu_is_installed_for_it_on_every_machine(
+    tmp_path: Path, target: str, given: dict[str, str], device: str
+) -> None:
+    # Only the installation is wanted: what follows it ends at once, for there is no environment.
+    installer = tmp_path / "deployments/install.sh"
+    installer.parent.mkdir()
+    installer.write_text('#!/bin/bash\necho "${REPERTORY_DEVICE:-what the machine has}"\n')
+    installer.chmod(0o755)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    # A make that called these tests hands its own variables down.
+    handed_down = {"REPERTORY_DEVICE", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES"}
+    outside = {name: value for name, value in os.environ.items() if name not in handed_down}
+    command = ["make", "--no-print-directory", "-C", tmp_path, target]
+    made = subprocess.run(command, env=outside | given, capture_output=True, text=True, timeout=60)
+    assert made.stdout.splitlines()[0] == device
