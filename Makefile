@@ -46,7 +46,7 @@ gpu-check: install  ## one NVIDIA GPU: CUDA vLLM, swap, exactness, a training st
 chaos: install  ## kill, stop and break what runs, by seed, and check the books (an hour)
 	@$(PY) -m tests.chaos.driver --seeds 1 2 3 4 5 --faults 8 --steps 20 --stop-s 60
 
-chaos-matrix: install  ## every process × kill -9, SIGTERM, 60 s of SIGSTOP: what is missing of it (two hours)
+chaos-matrix: install  ## every process × kill -9, SIGTERM, 60 s of SIGSTOP: what is missing of it (an hour)
 	@$(PY) -m tests.chaos.matrix --run
 
 docs: install  ## write the pages that are made from the code

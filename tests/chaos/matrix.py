@@ -1,6 +1,6 @@
 """The kill matrix: every process of a run hit with every signal, so many times, several a run, and the books.
 
-    python -m tests.chaos.matrix --run               # what is missing: a dozen runs, an hour or more
+    python -m tests.chaos.matrix --run               # what is missing: nine runs, an hour
     python -m tests.chaos.matrix --run --runs 2      # two runs of it
     python -m tests.chaos.matrix                     # the table of what is in the output folder
     python -m tests.chaos.matrix --markdown          # as docs/guarantees.md has it
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--run", action="store_true", help="run what is missing; else only show")
     parser.add_argument("--runs", type=int, help="at most so many runs now")
-    parser.add_argument("--faults", type=int, default=12, help="of each run")
+    parser.add_argument("--faults", type=int, default=18, help="of each run")
     parser.add_argument("--steps", type=int, default=30, help="of each model")
     parser.add_argument("--limit-s", type=float, default=1500.0, help="of each run")
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"), help="folder of outcomes")
