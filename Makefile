@@ -6,6 +6,8 @@ export OMP_NUM_THREADS ?= 1
 # Examples and tests run on the CPU, for which a machine with a GPU needs the CPU build of vLLM too.
 run test test-all bench doctor chaos chaos-matrix: export REPERTORY_DEVICE ?= cpu
 gpu-check: export REPERTORY_DEVICE ?= cuda
+# What works with either keeps the one that is installed: changing it takes minutes.
+lint format type docs: export REPERTORY_DEVICE ?= $(shell cat .venv/device 2>/dev/null)
 
 .PHONY: help install run test test-all lint format type bench doctor gpu-check chaos chaos-matrix docs clean
 

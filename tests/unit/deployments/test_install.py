@@ -72,24 +72,31 @@ def test_another_device_gets_environments_without_the_builds_of_the_one_before(i
 
 
 @pytest.mark.parametrize(
-    ("target", "given", "device"),
+    ("target", "given", "installed", "device"),
     [
-        ("run", {}, "cpu"),
-        ("test", {}, "cpu"),
-        ("doctor", {}, "cpu"),
-        ("gpu-check", {}, "cuda"),
-        ("install", {}, "what the machine has"),
-        ("run", {"REPERTORY_DEVICE": "cuda"}, "cuda"),
+        ("run", {}, None, "cpu"),
+        ("run", {}, "cuda", "cpu"),
+        ("test", {}, None, "cpu"),
+        ("doctor", {}, None, "cpu"),
+        ("gpu-check", {}, "cpu", "cuda"),
+        ("run", {"REPERTORY_DEVICE": "cuda"}, None, "cuda"),
+        ("lint", {}, "cpu", "cpu"),
+        ("lint", {}, "cuda", "cuda"),
+        ("lint", {}, None, "by what the machine has"),
+        ("install", {}, "cpu", "by what the machine has"),
     ],
 )
 def test_what_runs_on_the_cpu_is_installed_for_it_on_every_machine(
-    tmp_path: Path, target: str, given: dict[str, str], device: str
+    tmp_path: Path, target: str, given: dict[str, str], installed: str | None, device: str
 ) -> None:
     # Only the installation is wanted: what follows it ends at once, for there is no environment.
     installer = tmp_path / "deployments/install.sh"
     installer.parent.mkdir()
-    installer.write_text('#!/bin/bash\necho "${REPERTORY_DEVICE:-what the machine has}"\n')
+    installer.write_text('#!/bin/bash\necho "${REPERTORY_DEVICE:-by what the machine has}"\n')
     installer.chmod(0o755)
+    if installed:
+        (tmp_path / ".venv").mkdir()
+        (tmp_path / ".venv/device").write_text(f"{installed}\n")
     shutil.copy(ROOT / "Makefile", tmp_path)
     # A make that called these tests hands its own variables down.
     handed_down = {"REPERTORY_DEVICE", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES"}
